@@ -167,8 +167,8 @@ def _over_channels(trace: Trace, coded: list[Tensor | None]) -> set[int]:
 
 
 def residual_branches(trace: Trace) -> list[Branch]:
-    """Branches that end in a linear call, a convolution or a core."""
-    return [b for b in trace.branches if b.last and not b.parallel]
+    """Branches that end in a linear call, a convolution or a core, and depend on what they are added to."""
+    return [b for b in trace.branches if b.last and b.base and not b.parallel]
 
 
 def _feed_forward(

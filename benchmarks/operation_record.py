@@ -318,7 +318,8 @@ class Trace(TorchDispatchMode):
         )
         if core is not None:
             at = 1 if first.core == core else 0
-            self._complete(core, given[at], tags[at], tags)
+            # with the weights on the right, the values are (D, M)
+            self._complete(core, given[at] if at else given[at].mT, tags[at], tags)
             self._mark(out, Tags(frozenset({core}), _union(tags) | 1 << core))
             return out
         near = first.near | second.near

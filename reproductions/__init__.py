@@ -46,6 +46,11 @@ plugins.register(
         "reconstruction": "reproductions.metrics.tasks:RECONSTRUCTION",
         "translation": "reproductions.metrics.tasks:TRANSLATE",
     },
+    diagnoses={
+        "robustness": "reproductions.diagnostics.sections:ROBUSTNESS",
+        "corruptions": "reproductions.diagnostics.sections:CORRUPTIONS",
+        "attention_maps": "reproductions.diagnostics.sections:ATTENTION_MAPS",
+    },
     figures={
         "grid": "reproductions.figures.grid:grid",
         "detections": "reproductions.figures.detections:detections",
@@ -53,6 +58,8 @@ plugins.register(
         "training": "reproductions.figures.conditioning:conditioning_over_training",
         "variance": "reproductions.figures.gradient_variance:gradient_variance",
         "attention": "reproductions.figures.attention_maps:attention_maps",
+        "attacks": "reproductions.figures.robustness:attacks",
+        "corruptions": "reproductions.figures.robustness:corruptions",
     },
     recipes={
         path.relative_to(HERE).with_suffix("").as_posix(): path

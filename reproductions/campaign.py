@@ -66,8 +66,13 @@ EARLIER = (
 )
 """The papers' tables, as release 0.2 measured them: at scale `study`, run by `--only` alone."""
 DIAGNOSED = {
-    "attentiondrop/robust_digits": ("--only", "robustness,calibration", "--eps", "8,16"),
-    "attentiondrop/cifar10": ("--only", "robustness,calibration", "--eps", "1,2"),
+    "attentiondrop/robust_digits": (
+        "--only",
+        "robustness,calibration",
+        "--set",
+        "robustness.eps=8,16",
+    ),
+    "attentiondrop/cifar10": ("--only", "robustness,calibration", "--set", "robustness.eps=1,2"),
     "dropkey/schedules_cifar100": ("--only", "attention,attention_maps"),
 }
 """Tables whose weights are kept, to be diagnosed after training."""

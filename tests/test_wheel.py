@@ -117,7 +117,7 @@ def test_the_core_imports_torch_alone(installed):
     code = """
 import sys, importlib.abc
 class Hidden(importlib.abc.MetaPathFinder):
-    names = {"numpy", "scipy", "sklearn", "lightning", "torchmetrics", "typer", "rich", "msgspec", "optuna", "altair",
+    names = {"numpy", "scipy", "sklearn", "lightning", "torchmetrics", "typer", "rich", "msgspec", "altair",
              "torchvision", "timm", "transformers", "PIL", "jinja2", "filelock"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names - {"numpy"}:

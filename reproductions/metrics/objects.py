@@ -23,7 +23,7 @@ def missing_packages() -> str:
         n for n in ("faster_coco_eval", "torchvision") if importlib.util.find_spec(n) is None
     ]
     told = f"Average precision needs {' and '.join(missing)}, not installed here."
-    return f"{told} Run: pip install 'dampen[detection]'" if missing else ""
+    return f"{told} Run: pip install faster-coco-eval torchvision" if missing else ""
 
 
 class ObjectMetrics(Metrics):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dampen.registry import find_method
+import dampen
 from dampen.studies import (
     Entry,
     ResultTable,
@@ -147,6 +147,9 @@ PANELS = {  # result file: data, page
     ),
 }
 
+CLASSES = {name.lower(): name for name in dampen.__all__}
+"""The class of a method, by its registry name without underscores."""
+
 
 def code(entry: Entry) -> str:
     """The line to copy for a configuration, with the setting that was selected.
@@ -159,7 +162,7 @@ def code(entry: Entry) -> str:
     for method in run.config["methods"]:
         given = {key: value for key, value in method.items() if key != "name"}
         arguments = ", ".join(f"{key}={_short(value)}" for key, value in given.items())
-        calls.append(f"{find_method(method['name']).__name__}({arguments})")
+        calls.append(f"{CLASSES[method['name'].replace('_', '')]}({arguments})")
     return f"`[{', '.join(calls)}]`" if len(calls) > 1 else f"`{calls[0]}`"
 
 

@@ -30,7 +30,7 @@ GROUPS = tuple(
     f"dampen.{kind}"
     for kind in (
         *("methods", "models", "data", "transforms", "augmentations", "tasks", "metrics"),
-        *("engines", "loggers", "recipes", "figures", "formulations"),
+        *("engines", "loggers", "recipes", "figures", "formulations", "diagnoses"),
     )
 )
 IN_FILE = re.compile(r"(?P<file>[^:*?\"<>|]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -74,6 +74,7 @@ MOVED = {
     "dampen.transforms": ("noise",),
     "dampen.augmentations": ("specaugment",),
     "dampen.models": ("seq2seq", "convmixer", "cnn", "mae", "captions", "detr"),
+    "dampen.diagnoses": ("robustness", "corruptions", "attention_maps"),
 }
 """What was dampen's own until 0.2 and is in the folder `reproductions` of its repository now."""
 

@@ -231,10 +231,57 @@ def test_two_towers_in_one_stack_are_wrong() -> None:
     assert depth_finding(cores).outcome == "WRONG"
 
 
-def test_what_the_report_says_of_a_layer() -> None:
-    assert said("dampen: X\n  (left out)  blocks.1.attn: not chosen", "blocks.1.attn.proj")
-    assert said("dampen: X\n  feed-forward: 2 of 8 layers", "blocks.5.mlp")
-    assert not said(
-        "dampen: X\n  blocks.1  DropKey(rate=0.4)  [attention untouched]", "blocks.1.attn"
-    )
-    assert not said("dampen: X\n  (left out)  blocks.1.attn: not chosen", "blocks.10.attn")
+REPORT = """dampen: DropPath on Model, 4 layers
+  blocks.0  DropPath(rate=0.4)  [attention untouched]
+  blocks.1  DropPath(rate=0.4)  [attention untouched]
+  blocks.2  -  [attention untouched]
+  blocks.10  DropHead(rate=0.5, one head: nothing to drop)  [fused]
+  (left out)  pool.attn: not chosen
+"""
+REACHED = {"blocks.0", "blocks.1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "is_said"),
+    [
+        ("", "pool.attn.proj", True),  # left out by name
+        ("", "blocks.2.mlp", True),  # no method in its line
+        ("", "blocks.10", True),  # nothing to drop in its line
+        ("", "blocks.1.mlp", False),
+        ("  (partial)  DropPath: blocks in 2 of 4 layers", "blocks.11.mlp", False),  # in no layer
+        (
+            "  (outside)  DropPath: blocks in 4 of 4 layers, and not in stem.0-2, neck",
+            "stem.1.a",
+            True,
+        ),
+        (
+            "  (outside)  DropPath: blocks in 4 of 4 layers, and not in stem.0-2, neck",
+            "stem.3",
+            False,
+        ),
+        ("  (outside)  DropHead: blocks in 4 of 4 layers, and not in stem.0-2", "stem.1", False),
+        ("  (outside)  DropPath: feed-forward in 4 of 4 layers, and not in stem", "stem", False),
+        ("  feed-forward in 2 of 4 layers", "neck", False),
+    ],
+)
+def test_what_the_report_says_of_a_module(line: str, module: str, is_said: bool) -> None:
+    assert said(REPORT + line, module, "DropPath", "blocks", REACHED) == is_said
+
+
+@pytest.mark.parametrize(
+    ("line", "is_said"),
+    [
+        ("DropPath: blocks in 2 of 3 layers", True),
+        ("DropPath: blocks in 1 of 3 layers", False),  # another count than the probe's
+        ("DropPath: blocks in 2 of 4 layers", False),
+        ("DropPath: attention in 2 of 3 layers", False),  # another part
+        ("DropHead: blocks in 2 of 3 layers", False),  # another method
+    ],
+)
+def test_a_share_of_the_layers_counts_only_as_the_probe_counted_it(
+    line: str, is_said: bool
+) -> None:
+    layers = "".join(f"  blocks.{i}  DropPath(rate=0.4)  [fused]\n" for i in range(3))
+    report = f"dampen: X\n{layers}  (partial)  {line}"
+    assert said(report, "blocks.2.mlp", "DropPath", "blocks", REACHED) == is_said
+    assert not said(report, "blocks.1.mlp", "DropPath", "blocks", REACHED)  # its layer was reached

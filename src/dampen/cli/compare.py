@@ -33,14 +33,11 @@ from dampen.cli.running import (
     Margin,
     NoReport,
     SearchBy,
-    SearchTrials,
-    Storage,
     Title,
     Tune,
     UntilDecided,
-    check_search,
     engine_options,
-    searched,
+    refuse_search,
     tuned,
 )
 from dampen.studies.errors import ConfigError
@@ -137,8 +134,6 @@ def compare(
     margin: Margin = None,
     tune: Tune = None,
     search: SearchBy = None,
-    search_trials: SearchTrials = 20,
-    storage: Storage = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
     weights: Weights = True,
@@ -166,9 +161,8 @@ def compare(
     from dampen.studies.study import save_function, save_parts
     from dampen.studies.trainer.state import Execution
 
-    check_search(search)
-    search_trials = tune or search_trials
-    tuning = tune is not None and search is None
+    refuse_search(search)
+    tuning = tune is not None
     check_budget(budget)
     options = engine_options(engine, workers, address)
     if train is not None:
@@ -182,10 +176,9 @@ def compare(
                 "--accelerator": accelerator != "auto",
             }
         )
-        searching = tuning or search is not None
         changes = settings or []
         asked = request_of_function(
-            train, methods, seeds, metric, changes, ignore_code_change, out, searching
+            train, methods, seeds, metric, changes, ignore_code_change, out, tuning
         )
     else:
         from dampen.studies.request import request_parts
@@ -231,19 +224,6 @@ def compare(
     steps: list[str] = []
     if title:
         plan.header["title"] = title
-    if search:
-        folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(
-            asked.recipe,
-            folder,
-            execution,
-            search_trials,
-            storage,
-            workers,
-            settings=asked.settings,
-        )
-        plan.header |= asked.plan.header | {"search": plan.header["search"]}
-        execution["function"] = _named(asked, plan)
     if tuning:
         from dampen.studies.tuning import tuned_recipe
 
@@ -268,7 +248,7 @@ def compare(
     execute(
         plan,
         folder,
-        plan.chosen() if search or tuning else asked.wanted,
+        plan.chosen() if tuning else asked.wanted,
         as_json,
         execution,
         steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,7 +140,7 @@ def bench(
 
 @command(
     """dampen diagnose runs/demo
-dampen diagnose runs/demo/4ce5e0f2a0b1c2d3 --only calibration,robustness --eps 2,8
+dampen diagnose runs/demo/4ce5e0f2a0b1c2d3 --only calibration,attention
 dampen diagnose my_package.models:trained --data digits
 dampen diagnose weights.pt --model "vit(patch_size=2, width=48)" --data digits --json"""
 )
@@ -161,13 +162,10 @@ def diagnose(
     examples: Annotated[
         int, typer.Option(min=2, help="Examples of test and training at most.")
     ] = 1000,
-    attack_examples: Annotated[
-        int, typer.Option(min=1, help="Examples that are attacked, at most.")
-    ] = 256,
-    eps: Annotated[
-        str, typer.Option(help="Sizes of the attacks, in 1/255 of the pixels' range.")
-    ] = "1,2,4,8",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of PGD, each of eps / 4.")] = 10,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of a plug-in's section: robustness.eps=2,8."),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again what was measured before.")
     ] = False,
@@ -179,37 +177,35 @@ def diagnose(
         typer.Option(
             "--output",
             "-o",
-            help="Write the diagnosis here too; a model's attention maps go beside it as PNG.",
+            help="Write the diagnosis here too; pictures go beside it as PNG.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy, calibration, robustness, gradients, attention, conditioning and generalization.
+    """Measure accuracy, calibration, gradients, attention, conditioning and generalization.
 
-    A trial's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it, with its attention maps
-    as pictures; sections that were measured before stay."""
+    A run's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it. Sections that were
+    measured before stay."""
+    from dampen.extensions import hint
     from dampen.studies.diagnose import SECTIONS, Settings
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
 
     chosen = [name.strip() for name in only.split(",")] if only else []
     problems = [
-        f"--only: there is no section {n!r}; known are {', '.join(SECTIONS)}"
+        f"--only: there is no section {n!r}{hint('dampen.diagnoses', n, SECTIONS)}"
         for n in chosen
         if n not in SECTIONS
     ]
-    try:
-        sizes = tuple(float(e) for e in eps.split(","))
-    except ValueError:
-        problems.append(f"--eps: expected numbers separated by commas, got {eps!r}")
-    else:
-        if not all(0 < e < float("inf") for e in sizes):
-            problems.append(
-                f"--eps: sizes of attacks are positive, in 1/255 of the pixels' range, got {eps}"
-            )
+    problems += [
+        f"--set: expected SECTION.OPTION=VALUE, got {change!r}"
+        for change in changes or ()
+        if not re.fullmatch(r"\w+\.\w+=.+", change)
+    ]
     if problems:
         raise ConfigError("dampen diagnose", problems)
-    settings = Settings(examples=examples, attack_examples=attack_examples, eps=sizes, steps=steps)
+    options = dict(change.split("=", 1) for change in changes or ())
+    settings = Settings(examples=examples, options=options)
     picture = None if output is None else output.with_suffix(".png")
     results = _results(
         what, settings, chosen, data, model, data_dir, allow_incomplete, fresh, picture, trust

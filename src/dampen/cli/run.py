@@ -27,11 +27,8 @@ from dampen.cli.common import (
 from dampen.cli.running import (
     Address,
     SearchBy,
-    SearchTrials,
-    Storage,
-    check_search,
     engine_options,
-    searched,
+    refuse_search,
     tuned,
 )
 from dampen.studies.comparison import Comparison, make_comparison
@@ -65,8 +62,6 @@ def run(
     address: Address = None,
     workers: Workers = None,
     search: SearchBy = None,
-    search_trials: SearchTrials = 20,
-    storage: Storage = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
     retry: Annotated[
@@ -81,7 +76,7 @@ def run(
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
-    check_search(search)
+    refuse_search(search)
     chosen = engine_options(engine, workers, address)
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
@@ -107,9 +102,7 @@ def run(
     if dry_run:
         from dampen.studies.tuning import tuning_plan
 
-        tuning = None
-        if not search:
-            tuning = tuning_plan(loaded, scale, changes, row or [], check_names=not code)
+        tuning = tuning_plan(loaded, scale, changes, row or [], check_names=not code)
         _preview(plan, folder, as_json, tuning, row or (), seed or ())
         if code:
             told = f"A dry run imports no code that a recipe names: {', '.join(code)}."
@@ -117,15 +110,8 @@ def run(
             told += "give the recipe, and with it the folder, another name."
             print(told, file=sys.stderr)
         return
-    if not search:
-        plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
-        trials = plan.chosen(row or (), seed or ())
-    if search:
-        folder = folder.with_name(f"{folder.name}-search")
-        plan = searched(
-            loaded, folder, execution, search_trials, storage, workers, scale, changes, seed or None
-        )
-        trials = plan.chosen(row or (), seed or ())
+    plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
+    trials = plan.chosen(row or (), seed or ())
     execute(plan, folder, trials, as_json, execution, [], retry=retry, **chosen)
 
 

@@ -1,4 +1,4 @@
-"""What `run`, `compare` and `demo` share: run a plan with a live view, tune, search, add seeds in rounds."""
+"""What `run`, `compare` and `demo` share: run a plan with a live view, tune, add seeds in rounds."""
 
 from __future__ import annotations
 
@@ -331,28 +331,7 @@ Address = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
-SearchBy = Annotated[
-    str | None,
-    typer.Option(
-        "--search",
-        metavar="optuna",
-        help="Search settings first, equally for each method.",
-        rich_help_panel=TUNING,
-    ),
-]
-SearchTrials = Annotated[
-    int,
-    typer.Option(
-        "--search-trials", min=1, help="Runs of the search per method.", rich_help_panel=TUNING
-    ),
-]
-Storage = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the search is kept: an SQLAlchemy URL; default: SQLite in the run's folder.",
-        rich_help_panel=TUNING,
-    ),
-]
+SearchBy = Annotated[str | None, typer.Option("--search", hidden=True)]
 
 
 def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
@@ -375,14 +354,15 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
     )
 
 
-def check_search(search: str | None) -> None:
-    """Refuse what is not known.
+def refuse_search(search: str | None) -> None:
+    """Say what replaced the search with Optuna.
 
     Args:
-        search: the kind of search; None: none.
+        search: what was given for `--search`; None: nothing.
     """
-    if search not in (None, "optuna"):
-        raise ConfigError("--search", [f"unknown search {search!r}; known: optuna"])
+    if search is not None:
+        remedy = "compare --tune N, or a [search] table in the recipe, tunes every method alike"
+        raise ConfigError("--search", [f"the search with Optuna was removed: {remedy}"])
 
 
 def tuned(
@@ -437,48 +417,3 @@ def tuned(
     for line in chosen_in_words(folder):
         console.print(line, soft_wrap=True, markup=False)
     return plan
-
-
-def searched(
-    recipe: Recipe,
-    folder: Path,
-    execution: dict[str, Any],
-    trials: int,
-    storage: str | None,
-    workers: int | None,
-    scale: str | None = None,
-    settings: Sequence[str] = (),
-    seeds: Sequence[int] | None = None,
-) -> Comparison:
-    """Search every row, with a line per trial on standard error, and return the plan of what was found best.
-
-    Args:
-        recipe: what to compare.
-        folder: the folder.
-        execution: how runs are executed.
-        trials: runs of the search per method.
-        storage: where the search is kept.
-        workers: processes at once.
-        scale: one of the recipe's scales.
-        settings: how much to measure.
-        seeds: the seeds to use.
-    """
-    from dampen.studies.optuna_search import search
-    from dampen.studies.trainer.state import Execution
-
-    def say(line: str) -> None:
-        print(f"search: {line}", file=sys.stderr, flush=True)
-
-    say(f"{trials} runs per method; Ctrl-C stops, the same command resumes")
-    return search(
-        recipe,
-        folder,
-        Execution(**execution),
-        trials,
-        storage,
-        workers,
-        scale,
-        settings,
-        seeds,
-        say,
-    )

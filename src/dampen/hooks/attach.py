@@ -333,7 +333,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
         elif (
             looking
             and not is_keyless(module)
-            and not calls_socket(type(module))
+            and not calls_socket(module)
             and shows_no_softmax(module)
         ):
             raise UnsupportedModel(

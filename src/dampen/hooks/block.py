@@ -226,6 +226,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         def multiply(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             if x is input and w is weight:
                 return base(self, input)  # type: ignore[no-any-return]
+            if w is weight and kind == "low rank":  # with the dropout of the adapter
+                return base(self, x)  # type: ignore[no-any-return]
             if (
                 kind == "conv1d"
             ):  # the same kernel as GPT-2's own, so that a rate of 0 is the identity to the bit

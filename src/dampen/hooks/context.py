@@ -368,9 +368,12 @@ class ModelSite:
         for name, clone in clones.items():
             reached = [layer.reached[name] for layer in self.layers if name in layer.reached]
             if reached and not any("attention" in parts for parts in reached):
+                why = {
+                    k for layer in self.layers for k in layer.kernels.values() if "left out" in k
+                }
                 raise RuntimeError(
                     f"{clone} found no attention to act on: every attention of the layers chosen "
-                    f"('{self.layers[0].site.name}', ...) attends over channels, not over tokens. Leave the method "
+                    f"('{self.layers[0].site.name}', ...) was {' or '.join(sorted(why))}. Leave the method "
                     "out, or those of its terms that are about attention."
                 )
 

@@ -119,7 +119,7 @@ def _outside(reg: Handle) -> list[str]:
             if left and m.stages != {"tokens"}:
                 lines.append(
                     f"  (outside)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers, and not in "
-                    f"{_names(left)}, which no layer holds"
+                    f"{', '.join(spans(left))}, which no layer holds"
                 )
     return lines
 
@@ -183,9 +183,30 @@ def _unreached(reg: Handle) -> list[str]:
     return lines
 
 
-def _names(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _names(names: list[str], most: int = 12) -> str:
+    short = spans(names)
+    more = f" and {len(short) - most} more" if len(short) > most else ""
+    return ", ".join(short[:most]) + more
+
+
+def spans(names: list[str]) -> list[str]:
+    """Names with those that follow each other in one list written as one.
+
+    >>> spans(["stem", "blocks.0", "blocks.1", "blocks.2", "blocks.4"])
+    ['stem', 'blocks.0-2', 'blocks.4']
+    """
+    found: list[tuple[str, int, int]] = []  # the name of the list, the first and the last number
+    for name in names:
+        above, _, last = name.rpartition(".")
+        number = int(last) if above and last.isdigit() else -1
+        if number > 0 and found and found[-1][0] == above and found[-1][2] == number - 1:
+            found[-1] = above, found[-1][1], number
+        else:
+            found.append((above if number >= 0 else name, number, number))
+    return [
+        name if first < 0 else f"{name}.{first}" if first == last else f"{name}.{first}-{last}"
+        for name, first, last in found
+    ]
 
 
 def _kernels(layer: Layer) -> list[str]:

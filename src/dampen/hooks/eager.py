@@ -31,7 +31,7 @@ from dampen._torch import saved_tensors_are_hooked
 from dampen.containers import with_tensors
 from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.hooks.eager_scores import are_exponentials, fit, read_model_mask, stages_of_scores
-from dampen.hooks.equations import PRODUCTS, Equation, Flipped, product_equation
+from dampen.hooks.equations import PRODUCTS, Equation, Flipped, Turned, product_equation
 from dampen.hooks.layout import layout_of
 from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
 from dampen.hooks.ways import Product, Way, name_of
@@ -67,6 +67,7 @@ _IN_PLACE = {
 _OF_WEIGHTS = ("mask", "logits", "probs")
 """The stages that are about scores or weights: what the model does to its weights must then be known."""
 _JOINS = {"cat", "concat", "concatenate"}
+_DIVIDES = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
 _LOOKS = {
     "__get__",
@@ -79,6 +80,9 @@ _LOOKS = {
     "data_ptr",
     "get_device",
 }
+
+
+_MT, _T = Tensor.mT.__get__, Tensor.T.__get__  # type: ignore[attr-defined]
 
 
 NO_SOFTMAX = "no softmax of a product of two tensors was seen"
@@ -144,7 +148,7 @@ class EagerAttention:
                 id(product): product for _, product in self.ways if product.softmax is not None
             }.values()
         )
-        if self.done != 1 or len(met) != 1 or met[0].keys is not None:
+        if self.done != 1 or len(met) != 1 or met[0].keys is not None or met[0].steps:
             self.site.path = None
         elif not met[0].early and met[0].scores is not None:
             self.site.path = met[0].number, met[0].scores.names()
@@ -158,7 +162,8 @@ class EagerAttention:
     ) -> Any:
         """Run a torch function of the module; `run` runs one as it is."""
         name = name_of(func)
-        if name in _LOOKS:
+        turns = bool(args) and turns_last(func, args, kwargs)
+        if name in _LOOKS and not turns:
             return run(func, args, kwargs)
         if name == "einsum" and len(args) == 2 and isinstance(args[1], list | tuple):
             args = (args[0], *args[1])
@@ -171,6 +176,8 @@ class EagerAttention:
             if found is None:
                 return self._product(equation, func, args, kwargs, run)
             way, product = found
+            if product.keys_first and product.softmax is not None:
+                return self._keys_first(equation, way, product, func, args, kwargs, run)
             turned = name != "einsum" and equation.right is way.tensor and product.turned is way
             if product.softmax is not None and turned:
                 flipped = Flipped(equation.left, equation.right, None)
@@ -187,6 +194,9 @@ class EagerAttention:
         if name == "softmax" and product.softmax is None:
             return self._softmax(way, product, func, args, kwargs, run)
         if product.softmax is None:
+            out = self._by_hand(name, way, product, func, args, kwargs, run)
+            if out is not None:
+                return out
             return self._follow(way, product, func, args, kwargs, run, _TO_SCORES)
         if (
             name == "__getitem__"
@@ -198,15 +208,11 @@ class EagerAttention:
             self._put(product.softmax, product)
             return product.softmax.tensor
         if (
-            name == "dropout" and not product.early
+            name == "dropout" and not product.early and not product.keys_first
         ):  # it waits until the weights are those of the stages
             self._put(Way(way.tensor, func, args, kwargs, way), product)
             return way.tensor
-        if (
-            name == "transpose"
-            and product.turned is None
-            and _swaps_last(args, kwargs, way.tensor.ndim)
-        ):
+        if turns and product.softmax is not None and product.turned is None and way.in_order:
             out = run(func, args, kwargs)
             product.turned = Way(out, func, args, kwargs, way)
             self._put(product.turned, product)
@@ -312,6 +318,8 @@ class EagerAttention:
             self._put(here, product)
         elif product.softmax is None and name in ("max", "amax"):
             pass  # the largest of each row, to subtract it: the softmax does not see it
+        elif product.keys_first:
+            self._tell(f"its attention weights go through '{name}'")
         elif product.softmax is not None and (
             name in PRODUCTS or not self.stages.isdisjoint(_OF_WEIGHTS)
         ):
@@ -346,10 +354,11 @@ class EagerAttention:
             why = f"its scores {tuple(scores.shape)} have no axes for queries and keys at their end"
         elif not way.in_order:
             why = f"its softmax sees the axes of its scores in the order {way.axes}"
+        elif dim in (-2, scores.ndim - 2) and product.keys is None and not product.steps:
+            return self._over_rows(way, product, dim, out)
         elif dim not in (-1, scores.ndim - 1):
             why = f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
         if why:
-            self.over_queries = way.in_order and dim in (-2, scores.ndim - 2)
             self._tell(why)
             return run(func, args, kwargs) if known else out
         product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
@@ -359,6 +368,90 @@ class EagerAttention:
         self._put(product.softmax, product)
         self._tell("its attention weights were never multiplied with values")
         return product.softmax.tensor
+
+    def _by_hand(
+        self,
+        name: str,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+    ) -> Tensor | None:
+        """A softmax in steps: exp(s) / sum(exp(s)), exp(s - logsumexp(s)) or exp(log_softmax(s)); None for any other
+        function. Once its last step is met, the whole is one softmax of what the first step read."""
+        steps = product.steps
+        if name in ("exp", "log_softmax", "logsumexp", "sum"):
+            step = steps.get("log_softmax" if name == "exp" else "exp" if name == "sum" else "")
+            if name == "exp" and step is not None and step[1] is way.tensor:
+                return self._one_softmax(step[0], product, run(func, args, kwargs))
+            over_keys = name == "exp" or _reduces_last(name, args, kwargs, way.tensor.ndim)
+            if not over_keys or (name == "sum" and (step is None or step[1] is not way.tensor)):
+                return None
+            out: Tensor = run(func, args, kwargs)
+            steps[name] = (way, out)
+            if name in ("exp", "log_softmax"):
+                self._put(Way(out, func, args, kwargs, way), product)
+            return out
+        if len(args) != 2 or kwargs or args[0] is not way.tensor:
+            return None
+        of_sum, of_log = steps.get("sum"), steps.get("logsumexp")
+        if name in _DIVIDES and of_sum and args[1] is of_sum[1]:
+            return self._one_softmax(steps["exp"][0], product, run(func, args, kwargs))
+        if name in ("sub", "__sub__") and of_log and args[1] is of_log[1] and of_log[0] is way:
+            out = run(func, args, kwargs)
+            steps["log_softmax"] = (way, out)
+            self._put(Way(out, func, args, kwargs, way), product)
+            return out
+        return None
+
+    def _over_rows(self, way: Way, product: Product, dim: int, out: Tensor) -> Tensor:
+        """A softmax over the last axis but one: of keys, where the scores are k q^T and the weights meet the values
+        with that axis; of queries, which compete for each key, in any other case."""
+        self.over_queries = True
+        scores = way.tensor
+        self._tell(
+            f"its softmax is over axis {dim} of {tuple(scores.shape)}, not over the keys at the end"
+        )
+        product.equation, product.keys_first = Turned.of(product.equation), True
+        product.steps["softmax"] = way, out
+        turned = Way(scores.transpose(-2, -1), torch.transpose, (scores, -2, -1), {}, way)
+        weights = out.transpose(-2, -1)
+        product.scores = turned
+        product.softmax = Way(weights, torch.softmax, (turned.tensor, -1), {}, turned)
+        back = Way(out, torch.transpose, (weights, -2, -1), {}, product.softmax)
+        back.axes = (*back.axes[:-2], back.axes[-1], back.axes[-2])
+        self._put(back, product)
+        return out
+
+    def _keys_first(
+        self,
+        equation: Equation,
+        way: Way,
+        product: Product,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any],
+    ) -> Any:
+        """The product of such weights with values, or with something else."""
+        if equation.left is way.tensor and way.in_order and equation.contracts_last:
+            met = equation
+        elif equation.right is way.tensor and equation.letters is None and not way.in_order:
+            met = Flipped(equation.left, equation.right, None)
+        elif equation.left is way.tensor and not way.in_order and equation.contracts_rows:
+            met = equation.with_rows_last()
+        else:
+            return run(func, args, kwargs)
+        if not way.in_order:
+            product.turned = way
+        self.over_queries = False
+        return self._attend(met, way, product, func, args, kwargs)
+
+    def _one_softmax(self, start: Way, product: Product, out: Tensor) -> Tensor:
+        """Weights that a softmax in steps has given, as those of one softmax over what the first step read."""
+        return self._softmax(start, product, torch.softmax, (start.tensor, -1), {}, lambda *_: out)
 
     def _tell(self, why: str) -> None:
         if not self.told:
@@ -380,7 +473,7 @@ class EagerAttention:
             )  # cannot happen: the caller has looked
         keys = product.scores.tensor.shape[-1]
         if (
-            not way.in_order
+            not (way.in_order or product.turned is way)
             or not equation.contracts_last
             or equation.values.shape[equation.key_axis] != keys
         ):
@@ -539,6 +632,7 @@ class EagerAttention:
         q, k = (call.followed.of(t) for t in (scores.left, scores.right))
         v = call.followed.of(outputs.values)
         like = scores.like(q, k).tokens_last()
+        q, k = (k, q) if isinstance(scores, Turned) else (q, k)
         ordered = [None if q is None else like[0], None if k is None else like[1]]
         ordered.append(None if v is None else outputs.like(None, v).values_last())
         return [None if c is None else c.reshape(*fit(c, leading), *c.shape[-2:]) for c in ordered]
@@ -571,6 +665,7 @@ class EagerAttention:
             for t in (scores.left, scores.right)
         ]
         like = scores.like(*found).tokens_last()
+        found = found[::-1] if isinstance(scores, Turned) else found
         companions = [None if t is None else c for t, c in zip(found, like, strict=True)]
         q = q if q.ndim > 2 else q.unsqueeze(0)
         return self.site.note_channels(attends_over_channels(companions, q, call.given))
@@ -582,7 +677,23 @@ class EagerAttention:
         )
 
 
-def _swaps_last(args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> bool:
-    """Whether a transpose is of the last two axes."""
-    axes = [*args[1:3], *(kwargs[k] for k in ("dim0", "dim1") if k in kwargs)]
-    return sorted(a % ndim for a in axes if isinstance(a, int)) == [ndim - 2, ndim - 1]
+def _reduces_last(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> bool:
+    """Whether a sum, logsumexp or log_softmax is over the last axis alone, which a sum keeps."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
+    keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return dim in (-1, ndim - 1) and (name == "log_softmax" or keeps is True)
+
+
+def turns_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function swaps the last two axes of its first argument and leaves the others where they are."""
+    name, first = name_of(func), args[0]
+    if name not in ("transpose", "swapaxes", "swapdims", "permute", "movedim", "__get__", "t"):
+        return False
+    ndim = first.ndim if isinstance(first, Tensor) else 0
+    if name == "__get__":
+        return func == _MT or (func == _T and ndim == 2)
+    if ndim < 2:
+        return False
+    last_swapped = (*range(ndim - 2), ndim - 1, ndim - 2)
+    return name == "t" or moved_axes(name, tuple(range(ndim)), args, kwargs) == last_swapped

@@ -94,6 +94,16 @@ class Equation:
         return self.letters is None or self._letters[0][-1] == self.summed
 
     @property
+    def contracts_rows(self) -> bool:
+        """Whether the last axis but one of the left operand is what is summed over, of an einsum."""
+        return self.letters is not None and self._letters[0][-2] == self.summed
+
+    def with_rows_last(self) -> Equation:
+        """The same einsum with the last two axes of the left operand in the other order."""
+        a, b, out = self._letters
+        return Equation(self.left, self.right, (a[:-2] + a[-1] + a[-2], b, out))
+
+    @property
     def key_axis(self) -> int:
         """The axis of the values that counts keys."""
         return -2 if self.letters is None else self._letters[1].index(self.summed)
@@ -130,6 +140,24 @@ class Equation:
     def _channel(self) -> str:
         a, b, _ = self._letters
         return next(x for x in b if x not in a)
+
+
+class Turned(Equation):
+    """Scores written as k q^T: the keys are on the left."""
+
+    @classmethod
+    def of(cls, scores: Equation) -> Turned:
+        return cls(scores.left, scores.right, scores.letters)
+
+    def like(self, left: Tensor | None, right: Tensor | None) -> Equation:
+        return Turned.of(super().like(left, right))
+
+    def tokens_last(self) -> tuple[Tensor, Tensor]:
+        k, q = super().tokens_last()
+        return q, k
+
+    def remake(self, q: Tensor, k: Tensor, start: Way) -> Tensor:
+        return super().remake(k, q, start)
 
 
 class Flipped(Equation):

@@ -29,7 +29,13 @@ from dampen.hooks.scope import (
     refine_scopes,
     scope_of,
 )
-from dampen.hooks.source import adds, calls_socket, computes_attention, shows_parts
+from dampen.hooks.source import (
+    adds,
+    calls_socket,
+    computes_attention,
+    shows_no_softmax,
+    shows_parts,
+)
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
 
 _KEYLESS = re.compile(
@@ -324,9 +330,7 @@ def find_attentions(model: nn.Module) -> Attentions:
     """The innermost attention modules by name: those that call the socket, then those that are only named like one."""
     modules = dict(model.named_modules())
     certain = {
-        n
-        for n, m in modules.items()
-        if isinstance(m, nn.MultiheadAttention) or calls_socket(type(m))
+        n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or calls_socket(m)
     }
     certain -= names_below(certain).keys()
     below = names_below(certain)
@@ -335,7 +339,12 @@ def find_attentions(model: nn.Module) -> Attentions:
         n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)
     }
     # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
-    named = {n for n in named if computes_attention(modules[n]) or _multiplies(modules[n])}
+    named = {
+        n
+        for n in named
+        if computes_attention(modules[n])
+        or (_multiplies(modules[n]) and not _only_projects(modules[n]))
+    }
     named -= names_below(named | certain).keys()
     named -= {n for n in named if closest(n, certain) is not None}
     if (
@@ -393,6 +402,12 @@ def _multiplies(module: nn.Module) -> bool:
     parts = list(module.named_modules())
     named = (n for n, m in parts if n and attention_role(n, {}) in PROJECTIONS and _mixes(m))
     return any(is_linear(m) for _, m in parts) or next(named, None) is not None
+
+
+def _only_projects(module: nn.Module) -> bool:
+    """Whether a module is what comes after an attention (LXMERT's output, with a norm and the residual): its code
+    multiplies no two tensors and has no softmax, and it makes no queries, keys or values."""
+    return not shows_parts(module)[1] and not _projections_in(module) and shows_no_softmax(module)
 
 
 def _projections_in(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ _ALONE = set(
     "to float half double bfloat16 type type_as contiguous clone dropout nan_to_num tanh clamp mul __mul__ __rmul__ "
     "div __truediv__ add __add__".split()
 )
-MOVES_AXES = {"permute", "transpose", "swapaxes", "movedim", "einsum", *_MIXES}
+MOVES_AXES = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "einsum", *_MIXES}
 
 
 def moved_axes(
@@ -32,7 +32,7 @@ def moved_axes(
     size = len(axes)
     if name == "permute" and len(numbers) == size:
         return tuple(axes[n] for n in numbers)
-    if name in ("transpose", "swapaxes") and len(numbers) == 2:
+    if name in ("transpose", "swapaxes", "swapdims") and len(numbers) == 2:
         order = list(axes)
         a, b = numbers
         order[a], order[b] = order[b], order[a]

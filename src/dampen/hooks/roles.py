@@ -5,8 +5,10 @@ projections=...)`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _NAMES = {
@@ -41,17 +43,36 @@ _NOT_FFN = (
 
 
 def is_linear(module: nn.Module) -> bool:
-    """An `nn.Linear`, or the transposed Conv1D of Hugging Face's GPT-2."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """An `nn.Linear`, the transposed Conv1D of Hugging Face's GPT-2, or torchtune's linear layer with an adapter."""
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_low_rank(module)
 
 
 def is_convolution(module: nn.Module | None) -> bool:
-    """A convolution that is a linear map at every position: one position wide, one step, one group."""
+    """A convolution that is a linear map at every position: one position wide, and one step."""
     return (
         isinstance(module, nn.Conv1d | nn.Conv2d)
-        and all(n == 1 for n in (*module.kernel_size, *module.stride, module.groups))
+        and all(n == 1 for n in (*module.kernel_size, *module.stride))
         and not any(module.padding if isinstance(module.padding, tuple) else ())
     )
+
+
+def is_low_rank(module: nn.Module) -> bool:
+    """A linear layer that holds its low-rank adapter and adds it itself, W + s B A (torchtune's LoRALinear)."""
+    weight = vars(module)["_parameters"].get("weight")
+    return (
+        weight is not None
+        and weight.ndim == 2
+        and all(isinstance(getattr(module, n, None), nn.Linear) for n in ("lora_a", "lora_b"))
+        and all(hasattr(module, n) for n in ("alpha", "rank"))
+    )
+
+
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a module by name, without those that an adapter consists of."""
+    adapted = [n + "." for n, m in module.named_modules() if is_low_rank(m)]
+    for name, inner in module.named_modules():
+        if is_linear(inner) and not name.startswith(tuple(adapted)):
+            yield name, inner
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -63,15 +84,34 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Which of the three a linear map is: asked once, when it is opened, and not in every forward."""
-    return "convolution" if is_convolution(module) else "conv1d" if is_conv1d(module) else "linear"
+    """Which of the four a linear map is: asked once, when it is opened, and not in every forward."""
+    kinds = {"convolution": is_convolution, "conv1d": is_conv1d, "low rank": is_low_rank}
+    return next((kind for kind, fits in kinds.items() if fits(module)), "linear")
 
 
 def weight_of(module: nn.Module, kind: str = "") -> Tensor:
     """The weight of a linear map as (out, in)."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     kind = kind or kind_of(module)
-    return weight if kind == "linear" else weight.t() if kind == "conv1d" else weight.flatten(1)
+    if kind == "conv1d":
+        return weight.t()
+    if kind == "low rank":
+        return _merged(module, weight)
+    if kind == "convolution":
+        weight = weight.flatten(1)
+        groups: int = module.groups  # type: ignore[assignment]
+        return weight if groups == 1 else torch.block_diag(*weight.chunk(groups))
+    return weight
+
+
+def _merged(module: nn.Module, weight: Tensor) -> Tensor:
+    """W + s B A, or W where the adapter is switched off or merged already."""
+    lora: Any = module
+    if not weight.is_floating_point() or lora.disabled or lora.merged:
+        return weight
+    adapter: Tensor = lora.lora_b.weight @ lora.lora_a.weight
+    merged: Tensor = weight + lora.alpha / lora.rank * adapter
+    return merged
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:

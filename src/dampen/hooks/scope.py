@@ -14,6 +14,7 @@ from dampen.hooks.roles import (
     is_adapter,
     is_convolution,
     is_linear,
+    linear_layers,
     weight_of,
 )
 from dampen.hooks.source import adds
@@ -108,6 +109,9 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
             return element
     if elements:
         return ".".join(parts[: elements[-1]])
+    # the model itself is the layer, where all its attentions are its children and none is a block of its own
+    if any("." in n for n in attentions) or is_whole_block(model.get_submodule(name)):
+        return name
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
     return "" if {"ffn_in", "ffn_out"} <= set(roles.values()) and len(parts) == 1 else name
 
@@ -308,8 +312,8 @@ def _outside_attention(
         prefix = scope + "." if scope else ""
         attentions.outside[scope] = {
             name: module
-            for name, module in model.get_submodule(scope).named_modules()
-            if is_linear(module) and not _attention_above(prefix + name, scope, attentions, model)
+            for name, module in linear_layers(model.get_submodule(scope))
+            if not _attention_above(prefix + name, scope, attentions, model)
         }
     return attentions.outside[scope]
 
@@ -336,6 +340,7 @@ def find_linears(
     said = {local: role for role, local in (projections or {}).items()}
     outside = feed_forward_roles(_outside_attention(model, scope, attentions))
     inner_modules = dict(model.get_submodule(scope).named_modules())
+    linear = dict(linear_layers(model.get_submodule(scope)))
     for local, module in model.get_submodule(scope).named_modules():
         name = prefix + local
         home = next((a for a in reversed(parents(name)) if a in attentions), None)
@@ -344,7 +349,7 @@ def find_linears(
             role = said.get(inner) or attention_role(inner, {})
             if role in PROJECTIONS:
                 plans[name] = LinearPlan(module, role, home)
-        if not is_linear(module):
+        if local not in linear:
             continue
         if home is not None:
             inner = name[len(home) + 1 :] if home else name

@@ -6,6 +6,7 @@ import builtins
 import dis
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -35,9 +36,30 @@ _PLAIN = (
 _LIBRARIES = ("torch", "math", "numpy", "einops", "functools", "operator")
 
 
-def calls_socket(cls: type) -> bool:
-    """Whether the code of `cls.forward`, or of a method or function that it calls, mentions the socket."""
-    return names_any(cls, _SOCKETS)
+def calls_socket(module: nn.Module) -> bool:
+    """Whether the code of a module's forward, or of a method or function that it calls, calls an attention function of
+    torch: by its name, by another name, or as something kept on the module or its class."""
+    cls = type(module)
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return False
+    code = inspect.unwrap(forward)
+    if _mentions(code, cls, 3, _SOCKETS) or any(map(_is_socket, vars(module).values())):
+        return True
+    return _mentions(code, cls, 3, _aliases(cls, code))
+
+
+def _is_socket(value: Any) -> bool:
+    """Whether a value is an attention function of torch, also in a `functools.partial` or a staticmethod."""
+    while isinstance(value, partial | staticmethod):
+        value = value.func if isinstance(value, partial) else value.__func__
+    return value is F.scaled_dot_product_attention or value is F.multi_head_attention_forward
+
+
+def _aliases(cls: type, forward: FunctionType) -> set[str]:
+    """The names under which the file of a class, or the class itself, keeps an attention function of torch."""
+    kept = {name: value for c in reversed(cls.__mro__) for name, value in vars(c).items()}
+    return {name for name, value in {**forward.__globals__, **kept}.items() if _is_socket(value)}
 
 
 def names_any(cls: type, wanted: set[str]) -> bool:

@@ -104,6 +104,11 @@ class Product:
         self.keys: Way | None = None  # the scores of keys alone, where sinks were laid beside them
         self.clean: Tensor | None = None  # the weights at the softmax that no method has changed
         self.used: Tensor | None = None  # those that the model goes on with
+        self.keys_first = (
+            False  # whether the scores are k q^T, with a softmax over their first axis
+        )
+        # the steps of a softmax that the code writes out, with what each read and gave
+        self.steps: dict[str, tuple[Way, Tensor]] = {}
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
         self.early = False  # whether that was at the softmax: the model's code goes on with what they made of it
         self.turned: Way | None = (

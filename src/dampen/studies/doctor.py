@@ -26,9 +26,6 @@ OPTIONAL = {
     "ray": "the ray engine (pip install 'dampen[ray]')",
     "tokenizers": "translation and BPE language models",
     "sacrebleu": "BLEU",
-    "faster-coco-eval": "average precision of object detection (pip install 'dampen[detection]')",
-    "foolbox": "PGD robustness (pip install 'dampen[attacks]')",
-    "optuna": "--tune and --search (pip install 'dampen[search]')",
     "tensorboard": "--tensorboard (pip install 'dampen[tensorboard]')",
 }
 

@@ -70,13 +70,18 @@ if TYPE_CHECKING:
     from dampen.studies.data.splits import split_rows as split_rows
     from dampen.studies.data.splits import stratified as stratified
     from dampen.studies.data.splits import train_and_valid as train_and_valid
+    from dampen.studies.diagnose.measure import Section as Section
+    from dampen.studies.diagnose.measure import Settings as Settings
+    from dampen.studies.diagnose.trained import Trained as Trained
     from dampen.studies.errors import LabError as LabError
     from dampen.studies.metric import Metric as Metric
     from dampen.studies.metrics import Metrics as Metrics
     from dampen.studies.metrics import Task as Task
     from dampen.studies.metrics import require_batches as require_batches
     from dampen.studies.report.diagnosis import diagnosed as diagnosed
+    from dampen.studies.report.diagnosis import line_panels as line_panels
     from dampen.studies.report.diagnosis import measured as measured
+    from dampen.studies.report.diagnosis import over_seeds as over_seeds
     from dampen.studies.report.figures import ROW as ROW
     from dampen.studies.report.figures import Column as Column
     from dampen.studies.report.figures import Figure as Figure
@@ -144,13 +149,15 @@ _HOMES = {
         "stratified",
         "train_and_valid",
     ),
+    "diagnose.measure": ("Section", "Settings"),
+    "diagnose.trained": ("Trained",),
     "errors": ("LabError",),
     "metrics": ("Metrics", "Task", "require_batches"),
     "metric": ("Metric",),
     "result": ("Detected",),
     "comparison": ("Setting",),
     "table": ("axis_name", "chosen_setting"),
-    "report.diagnosis": ("diagnosed", "measured"),
+    "report.diagnosis": ("diagnosed", "line_panels", "measured", "over_seeds"),
     "report.figures": (
         *("ROW", "Column", "Figure", "Palette", "Panel", "band_chart", "finish", "known", "note"),
         *("some", "tip"),
@@ -176,10 +183,11 @@ def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
     Args:
         plugin: the plug-in's `__name__`.
         kinds: `data`, `transforms`, `augmentations`, `models`, `tasks`, `metrics`, `methods`,
-            `engines`, `loggers`, `recipes`, `figures` or `formulations`; each a table from a name to
+            `engines`, `loggers`, `recipes`, `figures`, `formulations` or `diagnoses`; each a table from a name to
             the thing, or to "module:attribute". Recipes are paths of TOML files. A figure is a
             function of a ResultTable and a Palette that returns a Figure for the report, or None. A formulation
-            is a step that `dampen bench` times beside a method: see `dampen.studies.bench`.
+            is a step that `dampen bench` times beside a method: see `dampen.studies.bench`. A diagnosis is a `Section`
+            that `dampen diagnose` measures.
     """
     for kind, things in kinds.items():
         if kind not in KINDS:

@@ -163,6 +163,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     attention_maps: Section = {}
     generalization: Section = {}
     consistency: Section = {}
+    other: dict[str, Any] = {}  # sections of plug-ins that this list does not have
     skipped: dict[str, str] = {}
     seconds: dict[str, float] = {}
     environment: dict[str, Any] = {}
@@ -173,7 +174,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
     def section(self, name: str) -> Any:
         """A section by its name; empty where it was not measured."""
-        return getattr(self, name)
+        return getattr(self, name, None) or self.other.get(name, {})
 
 
 SECTIONS = (
@@ -189,9 +190,12 @@ def parse_diagnosis(content: Any) -> Diagnosis:
     (0.1, False)
     """
     try:
-        return msgspec.convert(content, Diagnosis)
+        found: Diagnosis = msgspec.convert(content, Diagnosis)
     except msgspec.ValidationError as error:
         raise LabError(f"diagnose.json is not what was expected: {error}") from error
+    known = {*Diagnosis.__struct_fields__}
+    found.other |= {name: section for name, section in content.items() if name not in known}
+    return found
 
 
 def diagnosed(measured: Diagnosis) -> dict[str, float]:

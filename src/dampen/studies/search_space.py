@@ -59,12 +59,6 @@ class Axis:
     most: float | None = None
     first: float | None = None
 
-    def suggest(self, trial: Any) -> Any:
-        """Let Optuna choose."""
-        if self.choices:
-            return trial.suggest_categorical(self.key, self.choices)
-        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
-
     def table(self) -> Any:
         """The axis as a recipe writes it."""
         if self.choices:

@@ -206,27 +206,6 @@ def _strength(variable: str, name: str, value: float) -> Axis:
     return Axis(variable, value / 10, value * 10, log=True, first=value)
 
 
-def plan_at(
-    recipe: Recipe,
-    scale: str | None,
-    settings: Sequence[str],
-    row: str,
-    chosen: Mapping[str, Any],
-    seeds: Sequence[int],
-) -> Comparison:
-    """The plan of one row with the chosen values in place of the grid."""
-    name = recipe.at(scale)["scale"]
-    own = {k: v for k, v in recipe.scales[name].items() if k not in ("grid", "search")}
-    point = replace(
-        recipe, grid={k: [v] for k, v in chosen.items()}, search={}, scales={name: own}, scale=name
-    )
-    plan = make_comparison(point, name, settings, seeds, check_names=False)
-    plan.configs = [r for r in plan.configs if r.name == row]
-    wanted = {trial for p in plan.configs[0].settings for trial in p.ids.values()}
-    plan.runs = {i: t for i, t in plan.runs.items() if i in wanted}
-    return plan
-
-
 FOLDER = "search"
 """Trials of the tuning lie here, apart from those of the table."""
 STAGE = "stage"

@@ -291,4 +291,4 @@ def test_missing_packages_are_reported_before_anything_runs(monkeypatch):
     )
     (problem,) = check_data({"name": "bccd"}, "data.")
     assert "needs faster_coco_eval and torchvision, not installed here" in problem
-    assert "pip install 'dampen[detection]'" in problem
+    assert "pip install faster-coco-eval torchvision" in problem

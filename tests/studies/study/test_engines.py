@@ -1,4 +1,4 @@
-"""The same study of one's own training on Ray, from the command line, and searched with Optuna."""
+"""The same study of one's own training on Ray, from the command line, and tuned."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_a_search_over_strengths_and_the_learning_rate(script, tmp_path, capsys)
         "1",
         "--json",
     ]
-    command += ["--search", "optuna", "--search-trials", "2"]
+    command += ["--tune", "3"]
     with pytest.raises(SystemExit) as end:
         main(command)
     assert end.value.code == 2

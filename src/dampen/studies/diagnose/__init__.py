@@ -3,7 +3,16 @@
 dampen diagnose runs/demo
 """
 
-from dampen.studies.diagnose.measure import SECTIONS, Settings, diagnose
+from dampen.studies.diagnose.measure import SECTIONS, Section, Settings, diagnose
 from dampen.studies.diagnose.trained import Trained, find_trials, from_model, from_run
 
-__all__ = ["SECTIONS", "Settings", "Trained", "diagnose", "find_trials", "from_model", "from_run"]
+__all__ = [
+    "SECTIONS",
+    "Section",
+    "Settings",
+    "Trained",
+    "diagnose",
+    "find_trials",
+    "from_model",
+    "from_run",
+]

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from dampen.extensions import Registry, hint
 from dampen.studies.diagnose.trained import Trained, inputs_of
 from dampen.studies.result import DIAGNOSIS_FORMAT
 from dampen.studies.trainer.optim import loss_of
 
-COUNTS = ("examples", "attack_examples", "steps", "bins", "gradient_batches", "samples", "maps")
+COUNTS = ("examples", "bins", "gradient_batches", "samples")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure; all of it is part of the result. eps counts 1/255 of the pixels' range."""
+    """How much to measure; all of it is part of the result.
+
+    `options` holds the options of sections that plug-ins add, such as {"robustness.eps": "2,8"}.
+    """
 
     examples: int = 1000
-    attack_examples: int = 256
-    eps: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    steps: int = 10
     bins: int = 15
     gradient_batches: int = 20
     samples: int = 16  # for condition numbers and attention
-    maps: int = 4
     seed: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = [
@@ -39,12 +38,29 @@ class Settings:
             for name in COUNTS
             if getattr(self, name) < 1
         ]
-        if not self.eps or not all(0 < v < math.inf for v in self.eps):
-            problems.append(
-                f"eps must be positive numbers: got {', '.join(map(str, self.eps)) or 'none'}"
-            )
         if problems:
             raise ValueError("; ".join(problems) + ".")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with `options` only where there are some."""
+        plain = asdict(self)
+        return plain if self.options else {k: v for k, v in plain.items() if k != "options"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One kind of measurement.
+
+    Args:
+        measure: from a model with its data and the settings to plain data. It raises ValueError
+            with the reason where it does not apply.
+        columns: titles of what `dampen diagnose` prints, each with the text of a cell.
+        short: the columns that are printed where there are many models.
+    """
+
+    measure: Callable[[Trained, Settings], Any]
+    columns: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+    short: tuple[str, ...] = ()
 
 
 def diagnose(
@@ -64,14 +80,16 @@ def diagnose(
     settings = settings or Settings()
     unknown = [name for name in only if name not in SECTIONS]
     if unknown:
-        raise ValueError(f"there is no section {unknown[0]!r}; known are {', '.join(SECTIONS)}.")
+        raise ValueError(
+            f"there is no section {unknown[0]!r}{hint('dampen.diagnoses', unknown[0], SECTIONS)}."
+        )
     chosen = [name for name in SECTIONS if not only or name in only]
     result: dict[str, Any] = {
         "format": DIAGNOSIS_FORMAT,
         "name": trained.name,
         "trial": trained.trial,
         "data": {"name": trained.data.name, "task": trained.data.task},
-        "settings": asdict(settings),
+        "settings": settings.to_dict(),
     }
     skipped: dict[str, str] = {}
     seconds: dict[str, float] = {}
@@ -79,7 +97,7 @@ def diagnose(
         progress(name, i, len(chosen))
         began = time.perf_counter()
         try:
-            result[name] = SECTIONS[name](trained, settings)
+            result[name] = SECTIONS[name].measure(trained, settings)
         except (ValueError, TypeError, RuntimeError, ImportError) as error:
             skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
         seconds[name] = round(time.perf_counter() - began, 2)
@@ -96,39 +114,6 @@ def calibration(t: Trained, s: Settings) -> dict[str, Any]:
     from dampen.diagnostics import measure_calibration
 
     return asdict(measure_calibration(t.model, t.batches("test", s.examples), bins=s.bins))
-
-
-def robustness(t: Trained, s: Settings) -> list[dict[str, Any]]:
-    """FGSM, and PGD with steps of eps / 4, at each eps.
-
-    Args:
-        t: the model with its data.
-        s: how much to measure.
-    """
-    from dampen.diagnostics import fgsm, pgd
-
-    pixels, data = t.pixels, t.batches("test", s.attack_examples)
-    found = []
-    for eps in (e / 255 for e in s.eps):
-        found.append(fgsm(t.model, data, eps, pixels=pixels, seed=s.seed))
-        found.append(
-            pgd(t.model, data, eps, step=eps / 4, steps=s.steps, pixels=pixels, seed=s.seed)
-        )
-    return [asdict(one) for one in found]
-
-
-def corruptions(t: Trained, s: Settings) -> dict[str, Any]:
-    """Noise, blur and lost contrast at five severities.
-
-    Args:
-        t: the model with its data.
-        s: how much to measure.
-    """
-    from dampen.diagnostics import measure_corruptions
-
-    return asdict(
-        measure_corruptions(t.model, t.batches("test", s.examples), pixels=t.pixels, seed=s.seed)
-    )
 
 
 def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
@@ -204,18 +189,6 @@ def conditioning(t: Trained, s: Settings) -> list[dict[str, Any]]:
     ).to_json()
 
 
-def attention_maps(t: Trained, s: Settings) -> dict[str, Any]:
-    """Attention rollout of some test images, as pictures and as numbers; a PNG goes into the trial's folder.
-
-    Args:
-        t: the model with its data.
-        s: how much to measure.
-    """
-    from dampen.studies.diagnose.measure import attention_pictures
-
-    return attention_pictures(t, s.maps)
-
-
 def generalization(t: Trained, s: Settings) -> dict[str, Any]:
     """Accuracy and calibration on training and on test data, and their differences.
 
@@ -233,108 +206,35 @@ def _some_inputs(t: Trained, count: int) -> Any:
     return inputs_of(t.data.test.batch(torch.arange(min(count, len(t.data.test)))))
 
 
-SECTIONS: dict[str, Callable[[Trained, Settings], Any]] = {
-    "calibration": calibration,
-    "robustness": robustness,
-    "corruptions": corruptions,
-    "gradient_variance": gradient_variance,
-    "attention": attention,
-    "conditioning": conditioning,
-    "attention_maps": attention_maps,
-    "generalization": generalization,
-}
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+SECTIONS: Registry[Section] = Registry(
+    "dampen.diagnoses",
+    {
+        "calibration": Section(
+            calibration,
+            {
+                "accuracy": lambda c: _percent(c["accuracy"]),
+                "95 % interval": lambda c: (
+                    f"{100 * c['accuracy_low']:.1f} to {_percent(c['accuracy_high'])}"
+                ),
+                "NLL": lambda c: f"{c['nll']:.3f}",
+                "Brier": lambda c: f"{c['brier']:.3f}",
+                "ECE": lambda c: f"{c['ece']:.3f}",
+                "adaptive ECE": lambda c: f"{c['adaptive_ece']:.3f}",
+            },
+            short=("accuracy", "NLL", "ECE"),
+        ),
+        "gradient_variance": Section(
+            gradient_variance, {"gradient variance": lambda v: f"{v['normalized']:.3f}"}
+        ),
+        "attention": Section(attention),
+        "conditioning": Section(conditioning),
+        "generalization": Section(
+            generalization, {"gap": lambda g: _percent(g["accuracy_gap"])}, short=("gap",)
+        ),
+    },
+)
 """Name -> how to measure it. The names are the keys of diagnose.json, which the report reads."""
-
-
-LARGEST = 64
-"""Images are no larger than this in the record; a page holds many."""
-
-
-def attention_pictures(t: Trained, count: int) -> dict[str, Any]:
-    """Label, image, rollout map and prediction of the first test images of different classes.
-
-    Args:
-        t: the model with its data.
-        count: how many images.
-    """
-    from dampen.diagnostics import attention_weights, overlay, rollout, save_images, token_map
-    from dampen.diagnostics.predictions import in_mode, run
-    from dampen.functional.grid import grid_of
-
-    pixels = t.pixels
-    batch = t.data.test.batch(_of_different_classes(t.data.test, count))
-    inputs, target = batch["inputs"][0], batch["target"]
-    images = pixels.from_data(inputs)
-    with torch.no_grad(), in_mode(t.model):
-        predicted = run(t.model, inputs).argmax(-1)
-    weights = attention_weights(t.model, inputs)
-    relevance = rollout(weights)
-    rows, columns = grid_of(relevance.shape[-1], None)
-    if rows * columns == relevance.shape[-1]:  # no class token: what all patches look at
-        relevance = relevance.mean(1, keepdim=True).expand_as(relevance)
-    maps = token_map(relevance)
-    names = t.data.classes
-    examples = [
-        {
-            "label": names[label],
-            "predicted": names[said],
-            "image": _rgb(image),
-            "map": _rounded(found),
-        }
-        for label, said, image, found in zip(
-            target.tolist(), predicted.tolist(), images, maps, strict=True
-        )
-    ]
-    result: dict[str, Any] = {
-        "what": "attention rollout, what the class token looks at",
-        "examples": examples,
-    }
-    if t.picture is not None:
-        size = (max(64, images.shape[-2]), max(64, images.shape[-1]))
-        large = F.interpolate(images, size=size, mode="nearest").expand(-1, 3, -1, -1)
-        strip = torch.cat([large, overlay(large, token_map(relevance, size=size))], dim=-2)
-        result["file"] = save_images(strip, t.picture).name
-        heads = head_maps(weights, large[0], size)
-        result["heads_file"] = save_images(
-            heads, t.picture.with_stem(f"{t.picture.stem}-heads")
-        ).name
-    return result
-
-
-def head_maps(weights: Mapping[str, Tensor], image: Tensor, size: tuple[int, int]) -> Tensor:
-    """What each head of each layer looks at in the first image: (heads, 3, layers * height, width), a layer per row.
-
-    Args:
-        weights: attention weights by layer.
-        image: the first image.
-        size: height and width of a map.
-    """
-    from dampen.diagnostics import overlay, token_map
-
-    rows = []
-    most = max(a.shape[1] for a in weights.values())
-    for a in weights.values():
-        seen = overlay(image.expand(a.shape[1], -1, -1, -1), token_map(a[0], size=size))
-        rows.append(F.pad(seen, (0, 0, 0, 0, 0, 0, 0, most - a.shape[1]), value=1.0))
-    return torch.cat(rows, dim=-2)
-
-
-def _of_different_classes(split: Any, count: int) -> Tensor:
-    """The first examples of as many classes as asked for, in order."""
-    labels = split.batch(torch.arange(min(len(split), 1000)))["target"]
-    first = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()])
-    return first.sort().values[:count]
-
-
-def _rgb(image: Tensor) -> list[list[list[int]]]:
-    """Pixels in [0, 1] (C, H, W) as rows of RGB bytes, made smaller where they are many."""
-    if max(image.shape[-2:]) > LARGEST:
-        factor = LARGEST / max(image.shape[-2:])
-        size = tuple(max(1, round(factor * side)) for side in image.shape[-2:])
-        image = F.interpolate(image.unsqueeze(0), size=size, mode="area")[0]
-    color = image if len(image) == 3 else image.mean(0, keepdim=True).expand(3, -1, -1)
-    return (255 * color).round().clamp(0, 255).int().permute(1, 2, 0).tolist()
-
-
-def _rounded(values: Tensor) -> list[list[float]]:
-    return [[round(v, 4) for v in row] for row in values.tolist()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,49 +15,41 @@ from dampen.studies.report.packs import MEASURED
 from dampen.studies.result import parse_diagnosis
 from dampen.studies.store import RunStore
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "accuracy": lambda r: f"{100 * r['calibration']['accuracy']:.1f} %",
-    "95 % interval": lambda r: _interval(r["calibration"]),
-    "NLL": lambda r: f"{r['calibration']['nll']:.3f}",
-    "Brier": lambda r: f"{r['calibration']['brier']:.3f}",
-    "ECE": lambda r: f"{r['calibration']['ece']:.3f}",
-    "adaptive ECE": lambda r: f"{r['calibration']['adaptive_ece']:.3f}",
-    "FGSM": lambda r: _attack(r, "fgsm"),
-    "PGD": lambda r: _attack(r, "pgd"),
-    "corrupted": lambda r: f"{100 * r['corruptions']['mean_accuracy']:.1f} %",
-    "gradient variance": lambda r: f"{r['gradient_variance']['normalized']:.3f}",
-    "gap": lambda r: f"{100 * r['generalization']['accuracy_gap']:.1f} %",
-    "Brier bound, averaged": lambda r: f"{r['consistency']['bound']:.3f}",
-    "PAC-Bayes bound": lambda r: f"{r['generalization']['pac_bayes']['bound']:.3f}",
-}
-SHORT = ("accuracy", "NLL", "ECE", "PGD", "corrupted", "gap")
-"""What fits into a line of 80 characters; the rest is in the record and in the report."""
 FEW = 3
 
 
 def diagnosis_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Accuracy, calibration, robustness, gradients and generalization: a few models side by side with everything, many
+    """What the sections print: a few models side by side with everything, many
     models in a line each.
 
     Args:
         results: one diagnosis per model.
     """
-    table = Table(box=None, pad_edge=False, title=_settings(results[0]), title_justify="left")
+    title = (
+        f"{results[0]['data']['name']}: {results[0]['settings']['examples']} test examples at most"
+    )
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    few = len(results) <= FEW
     shown = {
-        title: get for title, get in COLUMNS.items() if any(_cell(get, r) != "-" for r in results)
+        title: (name, cell)
+        for name, section in SECTIONS.items()
+        for title, cell in section.columns.items()
+        if (few or title in section.short) and any(r.get(name) for r in results)
+    }
+    cells = {
+        title: [_cell(cell, r.get(name)) for r in results] for title, (name, cell) in shown.items()
     }
     table.add_column("")
-    if len(results) <= FEW:
+    if few:
         for result in results:
             table.add_column(result["name"], justify="right", overflow="fold")
-        for title, get in shown.items():
-            table.add_row(title, *(_cell(get, r) for r in results))
+        for title, found in cells.items():
+            table.add_row(title, *found)
         return table
-    shown = {title: get for title, get in shown.items() if title in SHORT}
-    for title in shown:
+    for title in cells:
         table.add_column(title, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(result["name"], *(_cell(get, result) for get in shown.values()))
+    for i, result in enumerate(results):
+        table.add_row(result["name"], *(found[i] for found in cells.values()))
     return table
 
 
@@ -88,33 +79,14 @@ def layers_table(result: dict[str, Any]) -> Table | None:
     return table
 
 
-def _settings(result: dict[str, Any]) -> str:
-    s = result["settings"]
-    told = f"{result['data']['name']}: {s['examples']} test examples at most"
-    if "robustness" not in result:
-        return told
-    largest = f"{max(s['eps']):g}/255" if s["eps"] else "-"
-    attacks = f"attacks in the maximum norm with eps {largest}, PGD {s['steps']} steps of eps / 4"
-    return f"{told}; {attacks} on {s['attack_examples']}"
-
-
-def _cell(get: Any, result: dict[str, Any]) -> str:
-    try:
-        out: str = get(result)
-        return out
-    except (KeyError, TypeError, ValueError):  # not measured on this model
+def _cell(text: Callable[[Any], str], found: Any) -> str:
+    """One cell of the table; a dash where a section was not measured, or not whole."""
+    if not found:
         return "-"
-
-
-def _interval(c: dict[str, Any]) -> str:
-    return f"{100 * c['accuracy_low']:.1f} to {100 * c['accuracy_high']:.1f} %"
-
-
-def _attack(result: dict[str, Any], name: str) -> str:
-    strongest = max(
-        (a for a in result["robustness"] if a["attack"] == name), key=lambda a: a["eps"]
-    )
-    return f"{100 * strongest['accuracy']:.1f} %"
+    try:
+        return text(found)
+    except (KeyError, TypeError, ValueError):
+        return "-"
 
 
 def _number(value: float | None) -> str:
@@ -160,7 +132,7 @@ def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str
     wanted = [name for name in SECTIONS if not only or name in only]
     if found.get("trial") != RunStore(folder).trial().id:
         return None
-    used, now = _measured_with(found), _plain(asdict(settings))
+    used, now = _measured_with(found), _plain(settings.to_dict())
     for name in wanted:
         before = used.get(name) or {}
         if {

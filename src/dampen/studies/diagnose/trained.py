@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.diagnostics.robustness import Pixels
 from dampen.studies.checks import brings_task
 from dampen.studies.comparison import load_comparison
 from dampen.studies.errors import ConfigError, LabError
@@ -51,16 +50,6 @@ class Trained:
             size: examples per batch.
         """
         return Batches(getattr(self.data, split), examples, size or 256)
-
-    @property
-    def pixels(self) -> Pixels:
-        """What the model's images mean: they come normalized."""
-        normalization = self.data.normalization
-        if self.data.task != "image" or normalization is None:
-            raise ValueError(f"needs images; {self.data.name} is a data set for {self.data.task}")
-        return Pixels(
-            mean=normalization.mean.tolist(), std=normalization.std.tolist(), normalized=True
-        )
 
 
 @dataclass

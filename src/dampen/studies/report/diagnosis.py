@@ -3,8 +3,6 @@
 A run's diagnose.json may hold, each optional:
 
     calibration  a dampen.diagnostics.Calibration as plain data (its `reliability` is drawn)
-    robustness   a list of dampen.diagnostics.Robustness as plain data; PGD at several eps makes a curve
-    corruptions  a dampen.diagnostics.Corruptions as plain data
     attention    {"layers": [{"entropy_share", "head_similarity"}]}
 
 Figures of other sections come from plug-ins, which use `diagnosed` and `measured`.
@@ -66,7 +64,7 @@ def measured_figures(table: ResultTable, palette: Palette) -> list[Figure]:
         palette: the color, shape and dash of each configuration.
     """
     entries, remark = diagnosed(table)
-    makers = (calibration, attacks, corruptions, attention_by_layer)
+    makers = (calibration, attention_by_layer)
     figures = [figure for make in makers if (figure := make(entries, palette)) is not None]
     for figure in figures:
         figure.caption += remark
@@ -144,75 +142,6 @@ def _pooled(diagrams: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return pooled
 
 
-def attacks(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Accuracy under PGD against the size of the perturbation.
-
-    Args:
-        entries: the configurations to draw.
-        palette: their colors and dashes.
-    """
-    import altair as alt
-
-    records: list[dict[str, Any]] = []
-    settings: set[str] = set()
-    for entry in entries:
-        by_eps: Values = {}
-        for run in measured(entry, "robustness"):
-            found = [a for a in run if a["attack"] == "pgd"]
-            for attack in found:
-                by_eps.setdefault(round(255 * attack["eps"], 4), []).append(
-                    100 * attack["accuracy"]
-                )
-                settings.add(f"{attack['steps']} steps")
-            # The accuracy without an attack is the point at eps = 0.
-            if (
-                found
-                and found[0].get("clean_accuracy") is not None
-                and all(a["eps"] for a in found)
-            ):
-                by_eps.setdefault(0.0, []).append(100 * found[0]["clean_accuracy"])
-        records += _over_seeds(entry, "PGD", by_eps)
-    sizes = sorted({r["x"] for r in records})
-    if len(sizes) < 2:
-        return None
-    caption = (
-        f"Accuracy under projected gradient descent in the maximum norm "
-        f"({', '.join(sorted(settings))}). Higher is more robust. "
-    )
-    title = "size of the perturbation (1/255)"
-    x = alt.X("x:Q", title=title, scale=alt.Scale(nice=False), axis=alt.Axis(values=sizes))
-    return _lines(
-        "attacks", "Under attack (PGD)", caption, records, (title, x), "accuracy (%)", palette
-    )
-
-
-def corruptions(entries: list[Entry], palette: Palette) -> Figure | None:
-    """Accuracy under noise, blur and lost contrast, by severity, one panel per kind.
-
-    Args:
-        entries: the configurations to draw.
-        palette: their colors and dashes.
-    """
-    import altair as alt
-
-    records: list[dict[str, Any]] = []
-    for entry in entries:
-        by_kind: dict[str, Values] = {}
-        for found in measured(entry, "corruptions"):
-            for kind, accuracies in found["accuracy"].items():
-                for severity, accuracy in enumerate([found["clean_accuracy"], *accuracies]):
-                    by_kind.setdefault(kind, {}).setdefault(severity, []).append(100 * accuracy)
-        for kind, by_severity in by_kind.items():
-            records += _over_seeds(entry, kind, by_severity)
-    if not records:
-        return None
-    caption = "Accuracy on corrupted test images. "
-    title = "severity (0: none)"
-    x = alt.X("x:Q", title=title, axis=alt.Axis(tickMinStep=1, format="d"))
-    name = "Under corruption"
-    return _lines("corruptions", name, caption, records, (title, x), "accuracy (%)", palette, True)
-
-
 MEASURES = {
     "entropy_share": "entropy, as a share of the largest",
     "head_similarity": "similarity of the heads",
@@ -236,7 +165,7 @@ def attention_by_layer(entries: list[Entry], palette: Palette) -> Figure | None:
                 for i, layer in enumerate(found["layers"]):
                     if layer.get(key) is not None:
                         by_layer.setdefault(i + 1, []).append(layer[key])
-            records += _over_seeds(entry, title, by_layer)
+            records += over_seeds(entry, title, by_layer)
     if not records:
         return None
     caption = (
@@ -245,11 +174,17 @@ def attention_by_layer(entries: list[Entry], palette: Palette) -> Figure | None:
     )
     axis = alt.Axis(tickMinStep=1, format="d")
     x = alt.X("x:Q", title="layer", scale=alt.Scale(zero=False), axis=axis)
-    return _lines("heads", "Attention by layer", caption, records, ("layer", x), None, palette)
+    return line_panels("heads", "Attention by layer", caption, records, ("layer", x), None, palette)
 
 
-def _over_seeds(entry: Entry, panel: str, values: Values) -> list[dict[str, Any]]:
-    """Mean and one standard deviation over seeds at each x."""
+def over_seeds(entry: Entry, panel: str, values: Values) -> list[dict[str, Any]]:
+    """Mean and one standard deviation over seeds at each x.
+
+    Args:
+        entry: the configuration.
+        panel: the panel that shows them.
+        values: the values of all seeds at each x.
+    """
     records = []
     for x, found in sorted(values.items()):
         mean = statistics.fmean(found)
@@ -259,7 +194,7 @@ def _over_seeds(entry: Entry, panel: str, values: Values) -> list[dict[str, Any]
     return records
 
 
-def _lines(
+def line_panels(
     key: str,
     title: str,
     caption: str,
@@ -269,8 +204,18 @@ def _lines(
     palette: Palette,
     wide: bool = False,
 ) -> Figure:
-    """One panel of lines with bands for each kind of record. `x` is the title of the axis and
-    its encoding; `y_title` None takes the panel's name."""
+    """One panel of lines with bands for each kind of record.
+
+    Args:
+        key: of the figure.
+        title: of the figure.
+        caption: its first sentences.
+        records: from `over_seeds`.
+        x: the title of the axis and its encoding.
+        y_title: None takes the panel's name.
+        palette: colors and dashes.
+        wide: whether the figure takes the page's width.
+    """
     legend = list(dict.fromkeys(r["row"] for r in records))
     kinds = list(dict.fromkeys(r["panel"] for r in records))
     panels = []

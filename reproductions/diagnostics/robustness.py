@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.diagnostics.calibration import wilson_interval
+from dampen.diagnostics import wilson_interval
 from dampen.diagnostics.predictions import Data, device_of, flat, in_mode, move, run, split
+from dampen.studies.plugins import Trained
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,19 @@ class Pixels:
                 )
             rows.append(row.expand(channels).reshape(1, channels, 1, 1))
         return rows[0], rows[1]
+
+
+def pixels_of(trained: Trained) -> Pixels:
+    """What the images of a trained model's data mean: they come normalized.
+
+    Args:
+        trained: the model with its data.
+    """
+    data = trained.data
+    if data.task != "image" or data.normalization is None:
+        raise ValueError(f"needs images; {data.name} is a data set for {data.task}")
+    mean, std = data.normalization.mean.tolist(), data.normalization.std.tolist()
+    return Pixels(mean=mean, std=std, normalized=True)
 
 
 # Severities 1 to 5, chosen for small images in the manner of Hendrycks and Dietterich (arXiv
@@ -467,7 +481,7 @@ def _foolbox() -> Any:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"Attacks need foolbox, and {error.name} is not installed here. Run: pip install "
-                "'dampen[attacks]'",
+                "foolbox",
                 name=error.name,
             ) from error
     return foolbox

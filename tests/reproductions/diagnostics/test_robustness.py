@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dampen.diagnostics import Pixels, fgsm, pgd
 from dampen.models import ViT
+from reproductions.diagnostics.robustness import Pixels, fgsm, pgd
 
 
 def linear_case(n=60, seed=0):

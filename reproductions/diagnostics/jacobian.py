@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dampen.diagnostics.probing import Probe, call, in_float64, map_tensors, probed, unwrapped
-from dampen.regularizer import BranchCall
 
 Map = Callable[[Tensor], Tensor]
 
@@ -110,7 +109,7 @@ class _GraphProbe(Probe):
         # so that a frozen model has a graph too
         return x.detach().requires_grad_()
 
-    def branch(self, b: Tensor, call: BranchCall) -> Tensor:
+    def branch(self, b: Tensor, call: Any) -> Tensor:
         self.found.append((call.role, b, call.residual))
         return b
 

@@ -6,8 +6,14 @@ import torch
 from scipy.ndimage import gaussian_filter
 from torch import nn
 
-from dampen.diagnostics import CORRUPTIONS, Pixels, corrupt, measure_corruptions
-from dampen.diagnostics.robustness import add_noise, blur
+from reproductions.diagnostics.robustness import (
+    CORRUPTIONS,
+    Pixels,
+    add_noise,
+    blur,
+    corrupt,
+    measure_corruptions,
+)
 
 
 def test_blur_matches_scipy():
