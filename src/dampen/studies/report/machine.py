@@ -129,7 +129,7 @@ def document(run: ComparisonResult, page: Path | None = None) -> dict[str, Any]:
         for entry in table.entries
         for reason in entry.problems
     ]
-    answers = {k: _words(getattr(advice, k)) for k in ("which", "cost", "trust")}
+    answers: dict[str, Any] = {k: _words(getattr(advice, k)) for k in ("which", "cost", "trust")}
     answers |= {"pick": advice.pick, "code": advice.code, "more_seeds": advice.seeds}
     plain = run.to_dict() | {
         "schema": VERSION,
