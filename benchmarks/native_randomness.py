@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,14 +30,18 @@ RATES = (0.05, 0.2, 0.5)
 LAGS = (1, 2, 7, 8, 15, 16, 32)
 
 
-def standardized(rate: float, seed: int) -> Tensor:
+Draw = Callable[[int, int, int, float, int], Tensor]
+"""From heads, queries, keys, rate and seed to a mask."""
+
+
+def standardized(rate: float, seed: int, draw: Draw) -> Tensor:
     """A mask as numbers of mean 0 and variance 1."""
-    return (hidden_keys(*SHAPE, rate, seed).double() - rate) / math.sqrt(rate * (1 - rate))
+    return (draw(*SHAPE, rate, seed).double() - rate) / math.sqrt(rate * (1 - rate))
 
 
-def scores(rate: float, seed: int) -> Iterator[tuple[str, float]]:
+def scores(rate: float, seed: int, draw: Draw) -> Iterator[tuple[str, float]]:
     """Every test of one mask: its name and z score."""
-    x, after = standardized(rate, seed), standardized(rate, seed + 1)
+    x, after = standardized(rate, seed, draw), standardized(rate, seed + 1, draw)
 
     def z(t: Tensor) -> float:
         return float(t.mean() * math.sqrt(t.numel()))
@@ -73,14 +77,16 @@ def byte_scores(seeds: int) -> dict[str, float]:
     return found
 
 
-def battery(seeds: int) -> dict[str, dict[str, float]]:
+def battery(
+    seeds: int, draw: Draw = hidden_keys, rates: Sequence[float] = RATES
+) -> dict[str, dict[str, float]]:
     """Per test the variance and the extreme of its z scores over seeds and rates."""
     found: dict[str, list[float]] = {}
     for group, rate in enumerate(
-        RATES
+        rates
     ):  # seeds of its own for each rate: no draw is looked at twice
         for seed in range(seeds):
-            for name, value in scores(rate, 1000 * group + 2 * seed):
+            for name, value in scores(rate, 1000 * group + 2 * seed, draw):
                 found.setdefault(name, []).append(value)
     return {
         name: {

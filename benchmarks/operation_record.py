@@ -44,6 +44,7 @@ class Linear:
     y: Tensor  # without bias
     depthwise: bool = False
     given: tuple[int, ...] = ()  # the shape that its module was given
+    inner: bool = False  # whether it is a part of another call: the adapter beside a weight
     touched: bool | None = (
         None  # whether its input is another than its module was given; None: not known
     )
@@ -132,6 +133,12 @@ class Trace(TorchDispatchMode):
         self.change = change
         self.next_site: tuple[str, float] | None = None
         self.notes: list[str] = []
+        self.started: dict[str, int] = {}  # the events before each module's last call
+        # the modules that hold a weight and, beside it, the two linear layers of an adapter
+        self.adapted = {n for n, m in model.named_modules() if _holds_adapter(m)}
+        self.biases: dict[str, Any] = {
+            n: getattr(model.get_submodule(n), "bias", None) for n in self.adapted
+        }
         self.given: dict[str, Tensor | None] = {}  # the first input of each module's last call
         for name, parameter in model.named_parameters():
             self.tags[_key(parameter)] = Tags(weights=(name,))
@@ -143,15 +150,13 @@ class Trace(TorchDispatchMode):
 
     @property
     def linears(self) -> list[Linear]:
-        return [e for e in self.events if isinstance(e, Linear)]
+        return [e for e in self.events if isinstance(e, Linear) and not e.inner]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what runs inside, with the names of the modules at work."""
         before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(
-            lambda m, *_: (self.stack.pop(), None)[1], always_call=True
-        )
+        after = register_module_forward_hook(self._leave, always_call=True)
         try:
             with self:
                 yield
@@ -162,9 +167,33 @@ class Trace(TorchDispatchMode):
     def _enter(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         name = self.names.get(id(module), self.stack[-1])
         self.stack.append(name)
+        self.started[name] = len(self.events)
         first = given[0] if given else None
         # no call on the tensor here: a function mode of the model's own would see it
         self.given[name] = first if isinstance(first, Tensor) else None
+
+    def _leave(self, module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+        name = self.stack.pop()
+        if name in self.adapted and isinstance(out, Tensor):
+            self._join_adapter(name, out)
+
+    def _join_adapter(self, name: str, out: Tensor) -> None:
+        """W x and B A x of one module are one linear call, whose output is what the module returns."""
+        mine = [e for e in self.events[self.started[name] :] if isinstance(e, Linear)]
+        whole = next((e for e in mine if e.weights[:1] == (f"{name}.weight",)), None)
+        if whole is None:
+            return
+        for event in mine:
+            event.inner = event is not whole
+        self.branches = [b for b in self.branches if b.module != name]
+        before = self.tags.get(_key(out), _EMPTY).before
+        bias = self.biases[name]
+        y = out.detach().reshape(whole.rows, whole.outs)
+        whole.y = (y if bias is None else y - bias.detach()).double().float()
+        changed = None if self.change is None else self.change(whole, out.detach())
+        if changed is not None:
+            out.detach().copy_(changed)
+        self._mark(out, Tags(frozenset({whole.index}), before | 1 << whole.index))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -420,6 +449,12 @@ class Trace(TorchDispatchMode):
             if isinstance(result, Tensor):
                 self._mark(result, Tags(frozenset({index}), before | 1 << index))
         return out
+
+
+def _holds_adapter(module: nn.Module) -> bool:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    inner = [m for m in module.children() if isinstance(m, nn.Linear)]
+    return weight is not None and weight.ndim == 2 and len(inner) == 2
 
 
 def _key(t: Tensor) -> int:

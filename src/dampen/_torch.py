@@ -52,6 +52,20 @@ def version_of(t: torch.Tensor) -> int:
     return t._version
 
 
+def on_gpu(t: torch.Tensor) -> bool:
+    """Whether a tensor is on a CUDA or ROCm device. MPS is not meant: there attention runs as on a
+    CPU."""
+    return t.is_cuda
+
+
+def outside_tracing() -> AbstractContextManager[Any]:
+    """Real tensors while a graph is traced with fake ones: `unset_fake_temporarily`, torch 2.1 and
+    newer."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
     """A module's own parameter, past every `__getattr__` that a library puts before it
     (`Module._parameters`, torch 0.1 and newer); None where there is none of this name."""

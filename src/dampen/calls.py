@@ -181,6 +181,22 @@ class Call:
             return causal_rows(self.shape[2], self.shape[3], self.rows, self.device)
         return self.mask
 
+    def part(self, rows: slice) -> Call:
+        """The call as the queries in `rows` see it.
+
+        Args:
+            rows: some of the N queries.
+        """
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            if t is None or t.shape[-2] == 1:
+                return t
+            return t[..., rows, :]
+
+        return dataclasses.replace(
+            self, rows=rows, mask=cut(self.mask), bias=cut(self.bias), blind=cut(self.blind)
+        )
+
     @property
     def row_sums(self) -> Tensor | None:
         """What the rows of A sum to, broadcastable to (B, H, N, 1), for `heads`: 0 for a query without keys, less than

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dampen._torch import has_numbers, version_of
+from dampen._torch import has_numbers, on_gpu, version_of
 from dampen.native.entry import transformed, unreadable
 from dampen.native.library import available as native_available
 
@@ -152,6 +152,8 @@ def drop(x: Tensor, rate: Rate) -> Tensor:
         x: any tensor.
         rate: probability, a number or a tensor that broadcasts.
     """
+    if on_gpu(x) and isinstance(rate, float):
+        return F.dropout(x, rate)  # one kernel where the rest of this function is six
     if native_available() and not (unreadable(x) or transformed()):
         from dampen.native.ops import dropout  # only where it was built
 
@@ -402,7 +404,12 @@ def _versions(parts: Sequence[Any]) -> list[int]:
 
 
 def keep_keys(
-    allowed: Tensor | None, hidden: Sequence[Tensor], keys: int, *, guard: bool = True
+    allowed: Tensor | None,
+    hidden: Sequence[Tensor],
+    keys: int,
+    *,
+    guard: bool = True,
+    first: int | None = None,
 ) -> Tensor:
     """Merge what the model allows with what the regularizers hide; a row that lost all keys gets
     back one, at random.
@@ -416,6 +423,7 @@ def keep_keys(
         hidden: what regularizers hide: bool, True is hidden.
         keys: M.
         guard: keep at least one of each row.
+        first: only so many rows from the first on can be left without keys; None: all.
     """
     dropped = hidden[0]
     for h in hidden[1:]:
@@ -423,7 +431,7 @@ def keep_keys(
     keep = ~dropped if allowed is None else allowed & ~dropped
     if keep.shape[-1] != keys:  # the same fate for every key
         keep = keep.expand(*keep.shape[:-1], keys)
-    return give_back_one(keep, allowed, search=guard)
+    return give_back_one(keep, allowed, search=guard, first=first)
 
 
 def may_empty(rates: Sequence[Rate | None], keys: int, rows: int) -> bool:
@@ -446,7 +454,31 @@ def may_empty(rates: Sequence[Rate | None], keys: int, rows: int) -> bool:
     return bool((1 - shown) ** keys * rows > NEGLIGIBLE)
 
 
-def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) -> Tensor:
+def rows_that_may_empty(rates: Sequence[Rate | None], lines: int, start: int) -> int | None:
+    """In a causal attention, how many queries from `start` on could plausibly lose all their keys:
+    the query at place i sees i + 1. None where that is not known.
+
+    Args:
+        rates: of the methods that hide keys; None: unknown.
+        lines: samples times heads.
+        start: the place of the first query.
+
+    >>> rows_that_may_empty([0.1], lines=256, start=0)
+    11
+    """
+    if any(rate is None or isinstance(rate, Tensor) for rate in rates):
+        return None
+    hidden = 1 - math.prod(1 - rate for rate in rates if isinstance(rate, float))
+    if hidden == 0:
+        return 0
+    # the chances of the rows beyond sum to at most lines * hidden^(m + 1) / (1 - hidden)
+    seen = math.log(NEGLIGIBLE * (1 - hidden) / max(1, lines)) / math.log(hidden)
+    return max(0, math.ceil(seen) - start)
+
+
+def give_back_one(
+    keep: Tensor, allowed: Tensor | None, *, search: bool = True, first: int | None = None
+) -> Tensor:
     """Where a row of `keep` is all False, make one random key of those `allowed` True again.
 
     A query without a key has no softmax: plain attention gives NaN there and fused kernels give
@@ -457,6 +489,7 @@ def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) 
         keep: bool, True is seen.
         allowed: what the model allows: bool, True may be seen; None: everything.
         search: False where no row can be empty: nothing changes.
+        first: look at so many rows only, from the first on; None: at all.
     """
     if keep.shape[-1] == 0:
         return keep
@@ -465,11 +498,25 @@ def give_back_one(keep: Tensor, allowed: Tensor | None, *, search: bool = True) 
     seed = torch.randint(_WORD - 1, (), device=keep.device)
     if not search:
         return keep
+    rows = keep.shape[-2]
+    if first is not None and first < rows and (allowed is None or allowed.shape[-2] == rows):
+        part = keep[..., :first, :]
+        seen = None if allowed is None else allowed[..., :first, :]
+        given = _give_back(part, seen, seed, rows)
+        if given is part:
+            return keep
+        return torch.cat([given, keep[..., first:, :]], dim=-2)
+    return _give_back(keep, allowed, seed, rows)
+
+
+def _give_back(keep: Tensor, allowed: Tensor | None, seed: Tensor, rows: int) -> Tensor:
+    """`give_back_one` for all rows of `keep`, which are the first of `rows`."""
     empty = ~any_in_row(keep)
     if keep.device.type == "cpu" and has_numbers(empty) and not empty.any():
         # nearly always: the rest is needed once in many thousand calls
         return keep
-    draw = _hashed(seed, empty.shape)
+    # by the place among all rows, whether all of them are looked at or not
+    draw = _hashed(seed, (*keep.shape[:-2], rows, 1))[..., : keep.shape[-2], :]
     if allowed is None:
         key = (draw * keep.shape[-1]).long().clamp(max=keep.shape[-1] - 1)
         back = empty

@@ -3,10 +3,22 @@ file holds."""
 
 from __future__ import annotations
 
+import functools
+
 from dampen import methods as _methods
 from dampen.extensions import from_file, from_plugins, is_in_file
 from dampen.names import nearest
 from dampen.regularizer import Regularizer, snake_case
+
+
+@functools.cache
+def _own_methods() -> dict[str, type[Regularizer]]:
+    classes = [getattr(_methods, name) for name in _methods.__all__]
+    return {
+        snake_case(c.__name__): c
+        for c in classes
+        if isinstance(c, type) and issubclass(c, Regularizer)
+    }
 
 
 def methods() -> dict[str, type[Regularizer]]:
@@ -16,12 +28,7 @@ def methods() -> dict[str, type[Regularizer]]:
     >>> "drop_key" in methods()
     True
     """
-    classes = [getattr(_methods, name) for name in _methods.__all__]
-    found = {
-        snake_case(c.__name__): c
-        for c in classes
-        if isinstance(c, type) and issubclass(c, Regularizer)
-    }
+    found = dict(_own_methods())
     for name, thing in from_plugins("dampen.methods").items():
         if name in found:
             raise ValueError(

@@ -560,3 +560,61 @@ def test_a_stage_of_several_attentions_without_linear_layers_is_not_one_layer():
     torch.testing.assert_close(model(X), model[0][1](stage[3](stage[1](X))))
     assert "0.0.1, 0.0.3, which no layer holds" in str(reg)
     reg.remove()
+
+
+class TwoWidths(nn.Module):
+    """LTX2: a block with two streams of different widths, each with branches of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn1, self.attn2 = MixedByMatrix(), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.ff1, self.ff2 = (
+            nn.Sequential(nn.Linear(d, 24), nn.GELU(), nn.Linear(24, d)) for d in (D, 8)
+        )
+
+    def forward(self, x, y):
+        x = x + self.attn1(x)
+        y = y + self.attn2(y, y, y)[0]
+        return x + self.ff1(x), y + self.ff2(y)
+
+
+def test_the_branches_of_a_stream_of_another_width_are_found():
+    torch.manual_seed(0)
+    y = torch.randn(B, 3, 8)
+    dampen.regularize(model := TwoWidths().train(), NoBranch())
+    for got, given in zip(model(X, y), (X, y), strict=True):
+        torch.testing.assert_close(got, given)
+
+
+class Keeps(nn.Module):
+    """ATS: an attention that gives out which tokens it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = MixedByMatrix()
+
+    def forward(self, x):
+        o = self.inner(x)
+        kept = o.norm(dim=-1).topk(4, dim=1).indices
+        return o.gather(1, kept[..., None].expand(-1, -1, D)), kept
+
+
+class KeepsTokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Keeps(), FeedForward()]) for _ in range(2))
+
+    def forward(self, x):
+        for attention, feed_forward in self.layers:
+            o, kept = attention(x)
+            x = x.gather(1, kept[..., None].expand(-1, -1, D)) + o
+            x = x + feed_forward(x)
+        return x
+
+
+def test_a_stream_of_the_tokens_that_an_attention_keeps_is_one_still():
+    torch.manual_seed(0)
+    dampen.regularize(model := KeepsTokens().train(), NoBranch())
+    out = model(X)
+    assert out.shape == (B, 4, D)
+    assert all((X[b] == row).all(-1).any() for b in range(B) for row in out[b])

@@ -396,15 +396,15 @@ def tuned(
     console = console_for(stderr=True)
 
     def run(tuning: Comparison, place: Path) -> int:
-        trials = tuning.chosen()
+        trials, own = tuning.chosen(), named(execution, tuning)
+        if own.get("function") is not None:
+            own["function"] = replace(own["function"], must_validate=True)
         done = sum(RunStore(place / t.id).done for t in trials)
         recorded = f", {done} already logged" if done else ""
         what = ", ".join(filter(None, ["tuning", tuning.header.get(STAGE)]))
         console.print(f"{what}: {len(trials)} trials in {place}{recorded}", soft_wrap=True)
         with LiveView(console, tuning.labels(trials), done) as view:
-            made = run_comparison(
-                tuning, place, trials, Execution(**named(execution, tuning)), view, **engine
-            )
+            made = run_comparison(tuning, place, trials, Execution(**own), view, **engine)
         for message in made.messages():
             console.print(f"dampen: {message}", style="red", soft_wrap=True, markup=False)
         return made.exit_code

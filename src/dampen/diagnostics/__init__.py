@@ -25,8 +25,6 @@ from dampen.diagnostics.conditioning import (
     Conditioning,
     ConditionProbe,
     condition_of,
-    linear_attention_bound,
-    linear_attention_condition,
     measure_conditioning,
 )
 from dampen.diagnostics.gradients import GradientVariance, gradient_variance
@@ -52,8 +50,6 @@ __all__ = [
     "gradient_variance",
     "grid_of",
     "head_similarity",
-    "linear_attention_bound",
-    "linear_attention_condition",
     "measure_calibration",
     "measure_conditioning",
     "predict",
@@ -70,6 +66,7 @@ _METRICS = {
 }
 _DIAGNOSTICS = {
     **dict.fromkeys(("JacobianCondition", "estimate_condition", "measure_jacobian"), "jacobian"),
+    **dict.fromkeys(("linear_attention_bound", "linear_attention_condition"), "attention_bound"),
     **dict.fromkeys(("rollout", "token_map", "overlay", "save_images"), "rollout"),
     **dict.fromkeys(("CORRUPTIONS", "Corruptions", "corrupt", "measure_corruptions"), "robustness"),
     **dict.fromkeys(("Pixels", "Robustness", "fgsm", "pgd"), "robustness"),

@@ -1,7 +1,4 @@
-"""The bound of Always Skip Attention (arXiv 2505.01996), proposition 4.1, on attention without
-softmax.
-
-Condition numbers of the tokens on their way through a Transformer, layer by layer.
+"""Condition numbers of the tokens on their way through a Transformer, layer by layer.
 
 Always Skip Attention (arXiv 2505.01996): the output of self-attention is badly conditioned, and the
 skip around it repairs that. kappa is the largest over the smallest singular value of one sample's
@@ -11,8 +8,6 @@ token matrix (N, D), in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,122 +24,7 @@ from dampen.diagnostics.probing import (
     unwrapped,
     valid_tokens,
 )
-from dampen.hooks.find import LayerPlan, is_cross
-from dampen.hooks.roles import weight_of
 from dampen.regularizer import BranchCall
-
-
-def linear_attention_condition(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """kappa of X Wq Wk^T X^T X Wv for tokens X (..., N, D) and weights (D, D), in float64.
-
-    Args:
-        x: tokens (..., N, D).
-        wq: (D, D), y = x W.
-        wk: (D, D).
-        wv: (D, D).
-    """
-    x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
-    return _kappa(x @ (wq @ wk.mT) @ (x.mT @ (x @ wv)))
-
-
-def linear_attention_bound(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
-    """An upper bound of that number: C kappa(X)^3 (proposition 4.1).
-
-    With X = U S V^T the output is U S (V^T Wq Wk^T V) S^2 (V^T Wv), so C = kappa(V^T Wq Wk^T V)
-    kappa(V^T Wv). With at least as many tokens as channels V is square and C at most kappa(Wq)
-    kappa(Wk) kappa(Wv), the proposition's constant; with fewer tokens the constant has to look at
-    the weights on the tokens' own space, as it does here, because Wq Wk^T may be singular there.
-
-    Args:
-        x: tokens (..., N, D).
-        wq: (D, D), y = x W.
-        wk: (D, D).
-        wv: (D, D).
-    """
-    x, wq, wk, wv = (t.double() for t in (x, wq, wk, wv))
-    _, s, vh = torch.linalg.svd(x, full_matrices=False)
-    constant = _kappa(vh @ (wq @ wk.mT) @ vh.mT) * _kappa(vh @ wv)
-    out: Tensor = constant * (s[..., 0] / s[..., -1]) ** 3
-    return out
-
-
-@contextmanager
-def linear_conditions(
-    plans: Sequence[LayerPlan], valid: Tensor | None, enabled: bool = True
-) -> Iterator[dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]]]:
-    """While the body runs the model: kappa of each layer's attention without softmax, and its
-    bound, per sample, each with the ceiling that float64 can resolve.
-
-    All heads count as one, without biases. Layers whose maps are not three square ones (grouped
-    queries, cross-attention), and padded batches, are left out.
-
-    Args:
-        plans: the layers to watch.
-        valid: (B, N) bool, False on padding; None: all tokens count.
-        enabled: False: watch nothing.
-    """
-    found: dict[str, dict[str, list[tuple[tuple[float, ...], None, float]]]] = {}
-    hooks = []
-    for plan in plans if enabled and valid is None else []:
-        for name, module in plan.attentions.items():
-            if is_cross(name, module) or len(plan.attentions) > 1:
-                weights = None
-            else:
-                weights = _weights(plan, name, module)
-            if weights is not None:
-                hooks.append(
-                    module.register_forward_pre_hook(_hook(plan, weights, found), with_kwargs=True)
-                )
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _hook(plan: LayerPlan, weights: tuple[Tensor, Tensor, Tensor], found: dict[str, Any]) -> Any:
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
-        if x.dim() != 3:
-            return
-        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-            x = x.transpose(0, 1)
-        here = found.setdefault(plan.name, {"linear_attention": [], "bound": []})
-        ceiling = 1 / (torch.finfo(torch.float64).eps * max(x.shape[-2:]))
-        for kind, measure in (
-            ("linear_attention", linear_attention_condition),
-            ("bound", linear_attention_bound),
-        ):
-            here[kind].append((tuple(measure(x, *weights).tolist()), None, ceiling))
-
-    return look
-
-
-def _weights(plan: LayerPlan, name: str, module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Wq, Wk, Wv as (D, D) with y = x W, where they are three square maps of one input."""
-    if isinstance(module, nn.MultiheadAttention):
-        if module.in_proj_weight is not None:
-            parts = list(module.in_proj_weight.chunk(3))
-        else:
-            parts = []
-    else:
-        maps = {p.role: weight_of(p.module) for p in plan.linears.values() if p.attention == name}
-        if "qkv" in maps:
-            parts = list(maps["qkv"].chunk(3))
-        else:
-            parts = [maps[r] for r in "qkv" if r in maps]
-    if len(parts) != 3 or any(w.shape[0] != w.shape[1] or w.shape != parts[0].shape for w in parts):
-        return None
-    return parts[0].detach().mT, parts[1].detach().mT, parts[2].detach().mT
-
-
-def _kappa(x: Tensor) -> Tensor:
-    s = torch.linalg.svdvals(x)
-    floor = torch.finfo(torch.float64).eps * max(x.shape[-2:])
-    out: Tensor = s[..., 0] / torch.maximum(s[..., -1], floor * s[..., 0]).clamp(
-        min=torch.finfo(torch.float64).tiny
-    )
-    return out
 
 
 @dataclass(frozen=True)
@@ -199,7 +79,7 @@ class Condition:
 class LayerConditions:
     """What one layer did to the tokens: tokens, attention, attention+skip, ffn, ffn+skip.
 
-    A decoder's cross-attention is attention2. On request also linear_attention and its bound.
+    A decoder's cross-attention is attention2.
     """
 
     name: str
@@ -208,13 +88,9 @@ class LayerConditions:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Condition numbers by layer. Print it for a table of mean ln kappa.
-
-    `notes` name what was requested and could not be measured, and why.
-    """
+    """Condition numbers by layer. Print it for a table of mean ln kappa."""
 
     layers: tuple[LayerConditions, ...]
-    notes: tuple[str, ...] = ()
 
     def to_json(self) -> list[dict[str, Any]]:
         """Plain data for records: one entry per layer."""
@@ -232,7 +108,7 @@ class Conditioning:
             lines.append(f"{layer.name:<{width}}" + "".join(f"  {_cell(c):>16}" for c in cells))
         if any(c.capped for layer in self.layers for c in layer.conditions.values()):
             lines.append("> at least: in some samples the matrix is singular in float64")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)
 
 
 def _cell(condition: Condition | None) -> str:
@@ -318,7 +194,6 @@ def measure_conditioning(
     *,
     samples: int | None = None,
     spectrum: bool = False,
-    bound: bool = False,
     double: bool = False,
     valid: Tensor | None = None,
 ) -> Conditioning:
@@ -335,9 +210,6 @@ def measure_conditioning(
             (B, N) marks the padding).
         samples: only that many of the batch.
         spectrum: keep all singular values.
-        bound: also kappa of the layer's attention without softmax, and the bound of proposition 4.1
-            on it. Where the tokens are singular, as behind a fresh LayerNorm with as many tokens as
-            channels, it says nothing, and the numbers are marked as capped.
         double: run a copy of the model in float64, for condition numbers beyond 1e7.
         valid: (B, N) bool, False on padding, where the inputs do not mark it.
 
@@ -359,43 +231,19 @@ def measure_conditioning(
     with probed(model, lambda: _BranchProbe(spectrum, valid)) as probes:
         for plan, probe in probes:
             probe.transpose = not batch_first(plan)
-        with linear_conditions([plan for plan, _ in probes], valid, enabled=bound) as linear:
-            call(model, inputs)
+        call(model, inputs)
     for plan, probe in probes:
         for i, run in enumerate(probe.runs):
             if len(probe.runs) == 1:
                 name = plan.name
             else:
                 name = f"{plan.name} (run {i + 1})"
-            extra = {
-                k: condition
-                for k, found in linear.get(plan.name, {}).items()
-                for condition in found[i : i + 1]
-            }
-            layers.append(
-                LayerConditions(name, {**run, **{k: Condition(*v) for k, v in extra.items()}})
-            )
+            layers.append(LayerConditions(name, run))
     if not layers:
         raise RuntimeError(
             f"{type(model).__name__} ran without running any of its {len(probes)} layers."
         )
-    return Conditioning(
-        tuple(layers), tuple(_without_bound(probes, linear, valid)) if bound else ()
-    )
-
-
-def _without_bound(probes: Any, linear: dict[str, Any], valid: Tensor | None) -> list[str]:
-    """Which layers have no bound, and why."""
-    if valid is not None:
-        return ["no bound: it is for batches without padding"]
-    why = (
-        "it is for self-attention of a sequence with three square maps "
-        "(no grouped queries, no cross-attention)"
-    )
-    missing = [plan.name for plan, _ in probes if plan.name not in linear]
-    if missing:
-        return [f"no bound for {', '.join(missing)}: {why}"]
-    return []
+    return Conditioning(tuple(layers))
 
 
 class ConditionProbe:
@@ -410,7 +258,6 @@ class ConditionProbe:
         every: measure each so many steps.
         samples: how many samples of a batch; None: all.
         spectrum: also keep singular values.
-        bound: also measure attention without softmax and its bound.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16)
@@ -420,20 +267,18 @@ class ConditionProbe:
     [['layers', 'step'], [], ['layers', 'step']]
     """
 
-    def __init__(
-        self, every: int, samples: int | None = 16, spectrum: bool = False, bound: bool = False
-    ) -> None:
+    def __init__(self, every: int, samples: int | None = 16, spectrum: bool = False) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(
                 f"ConditionProbe(every=...) is a number of steps, at least 1, got {every!r}."
             )
-        self.every, self.samples, self.spectrum, self.bound = every, samples, spectrum, bound
+        self.every, self.samples, self.spectrum = every, samples, spectrum
 
     def __call__(self, step: int, model: nn.Module, batch: Any) -> dict[str, Any]:
         if step % self.every:
             return {}
         found = measure_conditioning(
-            model, inputs_of(batch), samples=self.samples, spectrum=self.spectrum, bound=self.bound
+            model, inputs_of(batch), samples=self.samples, spectrum=self.spectrum
         ).to_json()
         return {"step": step, "layers": found}
 

@@ -18,9 +18,24 @@ from dampen.diagnostics.predictions import device_of, in_mode
 from dampen.hooks.context import AttentionSite, BlockSite, Layer
 from dampen.hooks.find import LayerPlan, find_layers, is_cross
 from dampen.hooks.own_dropout import no_fast_path
+from dampen.hooks.roles import weight_of
 from dampen.hooks.swap import swap
 from dampen.hooks.whole_model import first_argument
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site, in_order
+
+__all__ = [
+    "LayerPlan",
+    "Probe",
+    "batch_first",
+    "call",
+    "in_float64",
+    "is_cross",
+    "map_tensors",
+    "probed",
+    "unwrapped",
+    "valid_tokens",
+    "weight_of",
+]
 
 
 class Probe(Regularizer):

@@ -153,8 +153,13 @@ def is_stream(value: Any, x: Tensor) -> bool:
         isinstance(value, Tensor)
         and value is not x
         and value.ndim == x.ndim
-        and value.shape[-1] == x.shape[-1]
+        and (value.shape[-1] == x.shape[-1] or _are_tokens(value, x))
     )
+
+
+def _are_tokens(value: Tensor, x: Tensor) -> bool:
+    """Whether a tensor may hold other tokens of the same samples: those of LTX2's audio have another width."""
+    return value.ndim == 3 and value.dtype == x.dtype and value.shape[0] == x.shape[0]
 
 
 def check_tokens(

@@ -57,7 +57,10 @@ class Origins:
     ) -> None:
         """Know what a function gave, and by which of the known."""
         for value in (out,) if isinstance(out, Tensor) else leaves((out,), {}):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+                continue
+            # indices of tokens that an attention keeps (ATS) are no branch, nor is what they pick
+            if value.dtype.is_floating_point or value.dtype.is_complex:
                 self.tensors.append(value)
                 self.labels.append(labels)
                 self.makers.append((name, list(read)))

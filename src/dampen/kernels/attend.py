@@ -86,7 +86,7 @@ class Needs:
         self.kernels: dict[Any, Kernel] = {}
 
     def kernel(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, matrix: bool, native: bool
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, matrix: bool, native: bool, drops: bool
     ) -> Kernel:
         """The kernel for these operands.
 
@@ -94,13 +94,16 @@ class Needs:
             q: (B, H, N, D).
             k: (B, G, M, D).
             v: (B, G, M, E).
-            mask: the model's own bool mask.
+            call: the attention at work.
             matrix: whether the caller wants the weights.
             native: whether dropout, mask and device leave a native kernel possible.
+            drops: whether the model drops weights itself.
         """
+        mask = call.mask
+        ours = None if matrix or drops else call
         # a graph is chosen for once, when it is traced
         if torch.compiler.is_compiling():
-            return choose_kernel(q, k, self.inside, matrix, native, v, mask)
+            return choose_kernel(q, k, self.inside, matrix, native, v, mask, ours)
         device = q.device.type
         # what may differ from call to call although the shapes are the same
         if not (native and q.is_cpu and (library.loaded is not None or library.available())):
@@ -111,10 +114,15 @@ class Needs:
             half = torch.get_autocast_dtype(device)
         else:
             half = q.dtype
-        key = (q.shape, k.shape, v.shape, half, q.device, mask is None, matrix, native, unfit)
+        by_key = mask is None or mask.shape[2] == 1
+        bias = None if call.bias is None else call.bias.requires_grad
+        key = (
+            *(q.shape, k.shape, v.shape, half, q.device, mask is None, matrix, native, unfit),
+            *(drops, by_key, bias, call.is_causal, call.scale),
+        )
         kernel = self.kernels.get(key)
         if kernel is None:
-            kernel = choose_kernel(q, k, self.inside, matrix, native, v, mask)
+            kernel = choose_kernel(q, k, self.inside, matrix, native, v, mask, ours)
             self.kernels[key] = kernel
         return kernel
 
@@ -186,7 +194,7 @@ def attend(
         q, k, v = r.qkv(q, k, v, call)
     # by what the kernel is given in the end
     if needs.regularizers:
-        kernel = needs.kernel(q, k, v, call.mask, need_weights, native)
+        kernel = needs.kernel(q, k, v, call, need_weights, native, bool(dropout_p))
     if apart:
         kernel = kernel._replace(why=f"{kernel.why}; {apart}")
     weights = None

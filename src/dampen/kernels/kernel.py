@@ -6,7 +6,6 @@ device, dtype and length from a small table that was measured. Where the matrix 
 queries are taken in chunks and each chunk is computed again in the backward pass, so that memory
 stays linear in N."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dampen._torch import half_in_hardware
+from dampen._torch import half_in_hardware, on_gpu
 from dampen.kernels.blocks import attention_by_blocks, fits_blocks
+from dampen.kernels.columns import COLUMNS_FROM, attend_columns, fits_columns
 from dampen.kernels.flex import attend_flex, fits_flex
-from dampen.masks import keep_keys, may_empty
+from dampen.kernels.memory import exceeds_memory, rows_in_memory
+from dampen.kernels.triton import fit
+from dampen.masks import keep_keys, may_empty, rows_that_may_empty
 from dampen.native.entry import unfit_for_attention
 from dampen.native.library import available as native_available
 from dampen.regularizer import Call, Regularizer, check_only_reads, needs_matrix
@@ -41,9 +43,10 @@ NATIVE_UP_TO = 32
 has products of its own, and its attention takes less time than torch's, from 32 keys on as long or
 longer (`LOG.md` has 17 to 448 keys). Where keys are hidden it takes less at every length."""
 LONG = 2048
-"""Keys from which a mask or matrix over all queries is taken in chunks."""
+"""Keys from which a mask or matrix over all queries is taken in chunks; on a GPU its free memory
+decides (`memory.py`)."""
 CHUNK = 2**21
-"""Entries of the B x H x rows x M matrix in one chunk."""
+"""Entries of the B x H x rows x M matrix in one chunk; on a GPU as many as fit."""
 COMPILED_CHUNKS = 8
 """Chunks at most in a compiled graph, where the loop is unrolled."""
 
@@ -51,11 +54,15 @@ _HALF_IN_HARDWARE = half_in_hardware()
 
 
 class Kernel(NamedTuple):
-    """Which kernel runs, whether in chunks over the queries, and why."""
+    """Which kernel runs, whether in chunks over the queries, and why.
+
+    `way` is a way to do without a mask or matrix: "columns" hides keys by more channels, "dropout"
+    is the fused kernel's own."""
 
     name: str
     chunked: bool
     why: str
+    way: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}{' in chunks' if self.chunked else ''} ({self.why})"
@@ -69,6 +76,7 @@ def choose_kernel(
     native: bool = False,
     v: Tensor | None = None,
     mask: Tensor | None = None,
+    call: Call | None = None,
 ) -> Kernel:
     """The kernel for this device, dtype, length and set of stages; `native` where a native one
     could run, on these values (by default like the keys) and the model's mask.
@@ -81,18 +89,28 @@ def choose_kernel(
         native: a native kernel may run.
         v: (B, Hk, M, dv).
         mask: the model's mask; None: there is none.
+        call: the attention at work, where neither the model's dropout nor the caller wants weights.
     """
     keys = k.shape[-2]
     # a dynamic length under torch.compile must not be specialized: take the default
     static = isinstance(keys, int)
     by_row = any("mask" in r.stages and r.per_query for r in regularizers)
+    unfit = None
+    if call is not None and not matrix and on_gpu(q):
+        found, unfit = _on_gpu(q, k, k if v is None else v, regularizers, call)
+        if found is not None:
+            return found
+    instead = f"; not Triton: {unfit}" if unfit else ""
     if matrix or needs_matrix(regularizers):
         names = [r.name for r in regularizers if needs_matrix([r])] or ["the caller"]
         return Kernel(
             "plain",
-            static and keys >= LONG and not matrix,
-            f"{', '.join(names)} needs the matrix of scores",
+            static and not matrix and _is_long(q, keys, matrix=True),
+            f"{', '.join(names)} needs the matrix of scores{instead}",
         )
+    if call is not None and _by_columns(q, k, keys, regularizers, call):
+        why = "keys are hidden by more channels of q and k: no mask"
+        return Kernel("fused", False, why, "columns")
     unfit = None
     if native and regularizers and native_available() and q.is_cpu:
         unfit = _unfit_for_native(q, k, k if v is None else v, mask, regularizers)
@@ -100,7 +118,7 @@ def choose_kernel(
             hides = any("mask" in r.stages for r in regularizers)
             why = "keys are hidden inside the kernel" if hides else "short rows"
             return Kernel("native", False, f"{why}, and nothing of N x M is kept")
-    instead = f"; not native: {unfit}" if unfit else ""
+        instead = f"; not native: {unfit}" if unfit else ""
     if fits_flex(q, k, regularizers, enabled=native):
         return Kernel("flex", False, "DAMPEN_FLEX=1: keys are hidden inside FlexAttention")
     device = q.device.type
@@ -108,7 +126,7 @@ def choose_kernel(
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = q.dtype
-    chunked = static and keys >= LONG and by_row
+    chunked = static and by_row and _is_long(q, keys, matrix=False)
     limit = PLAIN_BELOW.get((device, dtype, _HALF_IN_HARDWARE), 0)
     if static and keys < limit:
         kind = str(dtype).removeprefix("torch.")
@@ -122,6 +140,41 @@ def choose_kernel(
     else:
         why = "no stage needs the matrix of scores"
     return Kernel("fused", chunked, why + instead)
+
+
+def _on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, regularizers: Sequence[Regularizer], call: Call
+) -> tuple[Kernel | None, str | None]:
+    """A kernel of a GPU that needs neither mask nor matrix; or None, and why Triton cannot."""
+    matrix = [r for r in regularizers if needs_matrix([r])]
+    if (
+        len(matrix) == 1
+        and matrix[0].stages.isdisjoint({"mask", "logits"})
+        and isinstance(matrix[0].weight_dropout(), float)
+    ):
+        why = f"{matrix[0].name} is the kernel's own dropout"
+        return Kernel("fused", False, why, "dropout"), None
+    unfit = fit.unfit(q, k, v, regularizers, call)
+    if unfit == "":
+        why = "keys or weights are dropped inside the kernel, and nothing of N x M is kept"
+        return Kernel("triton", False, why), None
+    return None, unfit
+
+
+def _by_columns(
+    q: Tensor, k: Tensor, keys: int, regularizers: Sequence[Regularizer], call: Call
+) -> bool:
+    """Whether keys are hidden by more channels: on a GPU wherever that can be, on a CPU where it
+    was faster than a mask."""
+    worth = on_gpu(q) or (isinstance(keys, int) and keys >= COLUMNS_FROM and call.is_causal)
+    return worth and fits_columns(q, k, regularizers, call)
+
+
+def _is_long(q: Tensor, keys: int, matrix: bool) -> bool:
+    """Whether a mask or matrix over all queries is taken in chunks."""
+    if on_gpu(q):
+        return exceeds_memory(q, keys, matrix)
+    return keys >= LONG
 
 
 def run_kernel(
@@ -146,6 +199,15 @@ def run_kernel(
     """
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
+    if kernel.name == "triton":
+        return fit.attend(q, k, v, regularizers, call)
+    if kernel.way == "columns":
+        return attend_columns(q, k, v, dropout_p, regularizers, call)
+    if kernel.way == "dropout":
+        dropping = next(r for r in regularizers if needs_matrix([r]))
+        rate = dropping.weight_dropout()
+        assert isinstance(rate, float)
+        return _fused(q, k, v, rate, [r for r in regularizers if r is not dropping], call)
     run = _fused if kernel.name == "fused" else _plain
     if not kernel.chunked:
         return run(q, k, v, dropout_p, regularizers, call)
@@ -158,17 +220,17 @@ def run_kernel(
             k,
             v,
             call.scale,
-            lambda part, rows: _added_mask(part, keys, regularizers, _chunk(call, rows)),
+            lambda part, rows: _added_mask(part, keys, regularizers, call.part(rows)),
         )
     parts, start = [], 0
-    for part in q.split(_chunk_rows(call), dim=-2):
+    for part in q.split(_chunk_rows(q, call, run is _plain), dim=-2):
         rows = slice(start, start + part.shape[-2])
         parts.append(
             checkpoint(
-                run, part, k, v, dropout_p, regularizers, _chunk(call, rows), use_reentrant=False
+                run, part, k, v, dropout_p, regularizers, call.part(rows), use_reentrant=False
             )
             if torch.is_grad_enabled()
-            else run(part, k, v, dropout_p, regularizers, _chunk(call, rows))
+            else run(part, k, v, dropout_p, regularizers, call.part(rows))
         )
         start = rows.stop
     return torch.cat(parts, dim=-2)
@@ -329,27 +391,22 @@ def _merge(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call
     if not hidden:
         return call.keep
     keys, rows = k.shape[-2], q.shape[0] * q.shape[1] * q.shape[2]
+    rates = [r.hiding_rate() for r in maskers]
     # a model's own mask leaves some rows few keys to lose; how few is not known without looking
-    guard = call.keep is not None or may_empty([r.hiding_rate() for r in maskers], keys, rows)
-    return keep_keys(call.keep, hidden, keys, guard=guard)
+    guard = call.keep is not None or may_empty(rates, keys, rows)
+    first = None
+    if call.is_causal:
+        start = 0 if call.rows is None else call.rows.start
+        first = rows_that_may_empty(rates, q.shape[0] * q.shape[1], start)
+    return keep_keys(call.keep, hidden, keys, guard=guard, first=first)
 
 
-def _chunk_rows(call: Call) -> int:
+def _chunk_rows(q: Tensor, call: Call, matrix: bool) -> int:
     batch, heads, queries, keys = call.shape
-    rows = max(1, CHUNK // max(1, batch * heads * keys))
+    if on_gpu(q):
+        rows = rows_in_memory(q, keys, matrix)
+    else:
+        rows = max(1, CHUNK // max(1, batch * heads * keys))
     if torch.compiler.is_compiling():
         return max(rows, -(-queries // COMPILED_CHUNKS))
     return rows
-
-
-def _chunk(call: Call, rows: slice) -> Call:
-    """The call as the queries in `rows` see it."""
-
-    def cut(t: Tensor | None) -> Tensor | None:
-        if t is None or t.shape[-2] == 1:
-            return t
-        return t[..., rows, :]
-
-    return dataclasses.replace(
-        call, rows=rows, mask=cut(call.mask), bias=cut(call.bias), blind=cut(call.blind)
-    )

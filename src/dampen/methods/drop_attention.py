@@ -88,6 +88,12 @@ class DropAttention(Regularizer):
             rate = seed_rate(self.current("rate"), self.window)
         return dilate(bernoulli(shape, rate, device), self.window, -1)
 
+    def weight_dropout(self) -> float | Tensor | None:
+        if self.normalized or self.unit != "element" or self.window > 1:
+            return None
+        number = self.fixed("rate")
+        return self.current("rate") if number is None else number
+
     def hiding_rate(self) -> float | Tensor | None:
         if self.window == 1:
             return self.current("rate")

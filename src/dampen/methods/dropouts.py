@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from dampen._torch import on_gpu
 from dampen.masks import drop
 from dampen.methods.drop_connect import check_targets
 from dampen.regularizer import BranchCall, LinearCall, Regularizer
 from dampen.schedules import Value
+
+
+def _drop(method: Regularizer, x: Tensor, rate: float | Tensor) -> Tensor:
+    """Inverted dropout; on a GPU by torch's one kernel, which wants a number."""
+    if on_gpu(x) and (number := method.fixed("rate")) is not None:
+        return drop(x, number)
+    return drop(x, rate)
 
 
 class HiddenDropout(Regularizer):
@@ -42,7 +50,7 @@ class HiddenDropout(Regularizer):
         self.scheduled("rate", rate)
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
-        return drop(b, self.rate)
+        return _drop(self, b, self.rate)
 
 
 class EmbeddingDropout(Regularizer):
@@ -69,7 +77,7 @@ class EmbeddingDropout(Regularizer):
         self.scheduled("rate", rate)
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return drop(x, self.rate)
+        return _drop(self, x, self.rate)
 
 
 class FeedForwardDropout(Regularizer):
@@ -95,7 +103,7 @@ class FeedForwardDropout(Regularizer):
         self.scheduled("rate", rate)
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
-        return drop(x, self.current("rate")), weight
+        return _drop(self, x, self.current("rate")), weight
 
 
 class ProjectionDropout(Regularizer):
@@ -133,7 +141,7 @@ class ProjectionDropout(Regularizer):
             )
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
-        return drop(x, self.current("rate")), weight
+        return _drop(self, x, self.current("rate")), weight
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, targets={' '.join(sorted(self.roles))}"

@@ -22,7 +22,7 @@ from dampen.studies.comparison import Comparison
 from dampen.studies.configs import PLAIN
 from dampen.studies.engines import Report
 from dampen.studies.engines.runner import ComparisonResult, run_comparison
-from dampen.studies.errors import ConfigError, Interrupted, LabError
+from dampen.studies.errors import ConfigError, Interrupted, LabError, Refused
 from dampen.studies.methods_text import build_methods
 from dampen.studies.report.terminal import Pace
 from dampen.studies.request import ComparisonRequest, planned, request_own
@@ -179,7 +179,8 @@ def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
     recipe = tuned_recipe(asked.recipe, trials, asked.settings)
 
     def train(tuning: Comparison, place: Path) -> int:
-        own = Study(place, tuning, study.function, study.parts, study.settings)
+        function = study.function and replace(study.function, must_validate=True)
+        own = Study(place, tuning, function, study.parts, study.settings)
         return run(own, {}, **study.settings).exit_code
 
     first = planned(recipe)
@@ -227,8 +228,10 @@ def run(
         raise Interrupted(
             f"Stopped; what was recorded is in {folder}. The same call goes on from there."
         )
+    told = "\n".join(result.messages()) or "no trial finished"
+    if any(o.status == "refused" for o in result.outcomes.values()):
+        raise Refused(told)
     if not any(o.status == "finished" for o in result.outcomes.values()):
-        told = "\n".join(result.messages()) or "no trial finished"
         raise LabError(f"No trial of {folder} came to an end:\n{told}")
     return result
 

@@ -181,12 +181,30 @@ class Comparison:
             filter(None, [*earlier.header["command"].split(" && "), self.header["command"]])
         )
         header = {**self.header, "command": " && ".join(commands)}
-        looked = all(i in recorded for i in earlier.runs) and bool({*self.seeds} - {*earlier.seeds})
+        whole = all(i in recorded for i in earlier.runs)
+        extended = whole and bool({*self.seeds} - {*earlier.seeds})
         if (
-            looked or earlier.header.get("test") == "sequential"
+            extended or earlier.header.get("test") == "sequential"
         ):  # looked at, then extended: see `stats.py`
             header["test"] = "sequential"
-        return replace(self, configs=list(own.values()), runs=trials, seeds=seeds, header=header)
+        if added := earlier.header.get("added"):
+            header["added"] = dict(added)
+        joined = replace(self, configs=list(own.values()), runs=trials, seeds=seeds, header=header)
+        if whole:
+            before = {row.name for row in earlier.configs}
+            joined.note_addition(row.name for row in self.configs if row.name not in before)
+        return joined
+
+    def note_addition(self, names: Iterable[str]) -> None:
+        """Note in the header that these configurations were added after a look at the others.
+
+        Args:
+            names: of the configurations.
+        """
+        added, new = self.header.get("added") or {}, list(names)
+        if new:
+            number = 1 + max(added.values(), default=0)
+            self.header["added"] = added | dict.fromkeys(new, number)
 
     @property
     def folds(self) -> int:

@@ -57,31 +57,34 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the source tree this package runs from, with '+' if files were changed; None when installed."""
-    here = Path(__file__).resolve().parents[1]  # the whole package
-    if not any((p / ".git").exists() for p in here.parents):
-        return None
+    found = git_state(Path(__file__).resolve().parents[1])  # the whole package
+    return found["commit"] + "+" * found["dirty"] if found else None
+
+
+def git_state(folder: Path | None) -> dict[str, Any]:
+    """The commit of the repository that a folder belongs to, and whether tracked files in it were changed; empty where
+    there is none.
+
+    Args:
+        folder: of somebody's code, or None.
+    """
+    if folder is None or not any((p / ".git").exists() for p in (folder, *folder.parents)):
+        return {}
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", "."],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
+        head, status = (
+            subprocess.run(
+                ["git", *command.split()], cwd=folder, capture_output=True, text=True, timeout=10
+            )
+            for command in (
+                "rev-parse --short=12 HEAD",
+                "status --porcelain --untracked-files=no -- .",
+            )
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (
-        head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
-        if head.returncode == 0
-        else None
-    )
+        return {}
+    if head.returncode != 0:
+        return {}
+    return {"commit": head.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
 def usable_cores() -> int:

@@ -70,6 +70,12 @@ class DamagedRecord(LabError, ValueError):
     """A file of a record cannot be read, or is not what was written; the message names it."""
 
 
+class Refused(LabError):
+    """The function does not fit the comparison: every other run would end the same way."""
+
+    exit_code = 2
+
+
 class Interrupted(LabError):
     """Raised when the user stops the run; a checkpoint was written first."""
 

@@ -117,8 +117,8 @@ class Recipe:
         rows = [merge(row, row.get("scales", {}).get(scale, {})) for row in rows]
         header = {"cost": own.get("cost", self.cost), "departures": departures, "scale": scale}
         if both := sorted({*merged.get("seeds", [0])} & {*merged.get("tuning_seeds", [])}):
-            told = f"tuning_seeds: {both} are seeds of the table too; what was chosen on them would gain there"
-            raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", [told])
+            problem = f"tuning_seeds: {both} are seeds of the table too; what was chosen on them would gain there"
+            raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", [problem])
         return {**merged, "grid": grid, "search": search, "rows": rows, **header}
 
     def code(self) -> list[str]:
@@ -136,9 +136,9 @@ class Recipe:
                 "search.settings: missing; say how many settings each row gets, such as settings = 12"
             )
         if len(seeds) < FEWEST_TUNING and not own:
-            told = f"tuning_seeds: a search needs at least {FEWEST_TUNING}, got {seeds}: one seed chooses by luck"
+            problem = f"tuning_seeds: a search needs at least {FEWEST_TUNING}, got {seeds}: one seed chooses by luck"
             problems.append(
-                f"{told}. Only a scale may name fewer: [scales.{scale}] tuning_seeds = {seeds}"
+                f"{problem}. Only a scale may name fewer: [scales.{scale}] tuning_seeds = {seeds}"
             )
         if problems:
             raise ConfigError(f"Recipe {self.name!r} at scale {scale!r}", problems)
@@ -183,7 +183,7 @@ def list_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name: str, import_plugins: bool = True) -> Recipe:
-    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are told at once.
+    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are reported at once.
 
     Args:
         name: a path, or the name that a plug-in gave it.

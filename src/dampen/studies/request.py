@@ -19,6 +19,7 @@ from dampen.studies.configs import PLAIN, Rows, check_params, read_rows
 from dampen.studies.data import DATASETS
 from dampen.studies.data.arrays import content_hash, read_function
 from dampen.studies.data.sets import locate, recognize
+from dampen.studies.environment import git_state
 from dampen.studies.errors import ConfigError
 from dampen.studies.files import fingerprint
 from dampen.studies.methods_text import parse_rows
@@ -28,11 +29,18 @@ from dampen.studies.plugins import active
 from dampen.studies.recipe import Recipe, merge
 from dampen.studies.report.summary import plural
 from dampen.studies.run import Run, TrainOptions
-from dampen.studies.store import RunStore
+from dampen.studies.store import RunStore, read_run
 from dampen.studies.trainer.data import MODEL
-from dampen.studies.trainer.user_function import Function, Parts, as_function, function_in_file
+from dampen.studies.trainer.user_function import (
+    Function,
+    Parts,
+    as_function,
+    check_signature,
+    function_in_file,
+)
 from dampen.studies.trainer.user_result import guess_direction
 from dampen.studies.trust import code_of_plan, require_approval, require_no_remote_code
+from dampen.studies.user_code import Code
 
 
 @dataclass
@@ -110,6 +118,7 @@ def request_own(
     """The comparison of a user's own training."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
+    check_signature(function.load(), function.code.name)
     problems = check_params(params, rows.rows)
     if problems:
         raise ConfigError("The comparison", problems)
@@ -124,7 +133,10 @@ def request_own(
     place = _folder(
         folder, out, name, {"name": section["name"], "params": section["params"]}, resume
     )
-    section["code"], remark = _code(section, place, same_code)
+    section["code"], remark = _code(section, place, same_code, function.code)
+    if function.code.untracked:
+        named = "; ".join(function.code.untracked)
+        remark = "\n".join(filter(None, [remark, f"Changes in these are not tracked: {named}."]))
     base = {"function": section, "seeds": seeds_of(seeds)}
     title = f"{function.code.name}, {plural(len(base['seeds']), 'seed')}"
     recipe = recipe_of(
@@ -132,10 +144,31 @@ def request_own(
     )
     recipe = replace(recipe, grid={f"function.params.{k}": v for k, v in (grid or {}).items()})
     asked = planned(recipe)
+    asked.header["code"] = {
+        "files": sorted(function.code.files),
+        "outside": sorted(path.name for path in function.code.outside),
+        "untracked": list(function.code.untracked),
+        **git_state(function.code.root),
+    }
+    if judged:
+        asked.header["mode"] = judged[1]
     plan = with_recorded(asked, place)
+    if judged:
+        _check_metric(judged[0], plan, place)
     return ComparisonRequest(
         recipe, plan, place, asked.chosen(), sent(function, plan, rows, judged), remark
     )
+
+
+def _check_metric(metric: str, plan: Comparison, folder: Path) -> None:
+    """Refuse a metric that no recorded run has: it was not returned, and further runs would not return it either."""
+    logged = (read_run(folder / id, run) for id, run in plan.runs.items())
+    known = [run.final.test for run in logged if run and run.final and run.final.test]
+    if known and not any(metric in test for test in known):
+        names = ", ".join(dict.fromkeys(name for test in known for name in test))
+        raise ConfigError(
+            "The comparison", [f"metric: the recorded runs have no {metric!r}, only {names}"]
+        )
 
 
 def recipe_of(
@@ -222,7 +255,7 @@ def _folder(
     )
 
 
-def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, str]:
+def _code(section: dict[str, Any], folder: Path, same_code: bool, code: Code) -> tuple[str, str]:
     """The hash that trials are known by, and what to say where the code is another than that of earlier records."""
     if not (folder / "plan.json").exists():
         return section["code"], ""
@@ -234,6 +267,8 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
     }
     if not done or section["code"] in done:
         return section["code"], ""
+    if code.earlier in done and _older(code.outside, folder):
+        return code.earlier, ""
     if same_code:
         told = f"The code of {section['name']} differs from that of the recorded trials; they count all the same."
         return min(done), told
@@ -242,6 +277,12 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool) -> tuple[str, 
         f"Those of the older code stay in {folder} and are listed as such. "
         "same_code=True (--ignore-code-change) would count them."
     )
+
+
+def _older(files: Sequence[Path], folder: Path) -> bool:
+    """Whether no file was changed after the first result was recorded, by an older rule that did not track them."""
+    recorded = min(p.stat().st_mtime for p in folder.glob("*/final.json"))
+    return all(file.stat().st_mtime <= recorded for file in files)
 
 
 def _count(plan: Comparison, folder: Path) -> str:

@@ -121,6 +121,23 @@ def parse_result(content: Any, id: str | None = None) -> Result:
     return out
 
 
+def on_one_axis(lines: list[LogLine]) -> list[LogLine]:
+    """The lines of a log that all have an epoch of their own, or all lie at their steps: a curve has one axis.
+
+    Args:
+        lines: of one log; changed in place.
+
+    >>> [line.at for line in on_one_axis([LogLine(step=10, epoch=1), LogLine(step=15)])]
+    [10, 15]
+    """
+    epochs = [line.epoch for line in lines]
+    steps = {line.step for line in lines}
+    if None in epochs or len(set(epochs)) < min(len(lines), len(steps)):
+        for line in lines:
+            line.epoch = None
+    return lines
+
+
 def parse_lines(content: list[Any]) -> list[LogLine]:
     """The lines of a log from plain data; raises ValueError where one is none."""
     return [msgspec.convert(finite(line), LogLine) for line in content]

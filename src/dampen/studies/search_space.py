@@ -382,7 +382,7 @@ class Tried:
 
 @dataclass
 class Selection:
-    """The chosen setting, which others tie with it, which cannot be told from it, and the axes at whose end it lies."""
+    """The chosen setting, which others tie with it or lie within one standard error, and the axes at whose end it lies."""
 
     chosen: Tried
     tied: int  # settings with the best mean, the chosen one included
@@ -456,20 +456,20 @@ def _edges(chosen: Tried, tried: Sequence[Tried], axes: Sequence[Axis]) -> list[
 
 def remarks(row: Mapping[str, Any]) -> list[str]:
     """What a reader must know of a row's selection, from its record, in words."""
-    told, count = [], row["tried"]
+    notes, count = [], row["tried"]
     if not row.get("axes"):
-        told.append("nothing to tune")
+        notes.append("nothing to tune")
     if row.get("chosen") is None:
-        return [*told, "selection: no setting gave a number"] if row.get("axes") else told
+        return [*notes, "selection: no setting gave a number"] if row.get("axes") else notes
     if row.get("tied", 1) > 1:
-        told.append(f"selection: {row['tied']} of {count} settings tie; the middle one was taken")
+        notes.append(f"selection: {row['tied']} of {count} settings tie; the middle one was taken")
     elif row.get("alike", 1) > 1:
-        told.append(
+        notes.append(
             f"selection: {row['alike']} of {count} settings are within one standard error of the chosen one"
         )
     for edge in row.get("edges", []):
         range_ = "range, which was extended once" if edge["extended"] else "range"
-        told.append(
+        notes.append(
             f"{edge['axis'].rsplit('.', 1)[-1]} {edge['value']:g} lies at the {edge['end']} end of its {range_}"
         )
     left = [
@@ -478,7 +478,7 @@ def remarks(row: Mapping[str, Any]) -> list[str]:
         if e["axis"] not in [edge["axis"] for edge in row.get("edges", [])]
     ]
     for one in left:
-        told.append(
+        notes.append(
             f"the range of {one['axis'].rsplit('.', 1)[-1]} was extended once to {one['to']:g}"
         )
-    return told
+    return notes

@@ -19,7 +19,7 @@ from dampen.studies.errors import ConfigError
 from dampen.studies.run import Run
 from dampen.studies.stats import LEVEL, first_round, has_spread, paired_differences, seeds_needed
 from dampen.studies.table import comparison_table, read_runs
-from dampen.studies.verdict import Verdict, judge
+from dampen.studies.verdict import NO_VARIATION, Verdict, judge
 
 MOST_SEEDS = 64
 """A row that is open after so many seeds stays so."""
@@ -35,7 +35,9 @@ class Race:
     verdicts: dict[str, Verdict]
     runs: int
     rounds: int
-    why: str  # 'all decided', 'time used', 'most seeds', 'stopped' or 'no reference'
+    why: (
+        str  # 'all decided', 'time used', 'most seeds', 'stopped', 'no reference' or 'no variation'
+    )
     seeds: dict[str, int] = field(default_factory=dict)  # of each row
     failed: list[str] = field(default_factory=list)
     fixed: int | None = None  # runs of a fixed plan that decides the same rows with power 0.8
@@ -53,6 +55,7 @@ class Race:
             "most seeds": f"no row gets more than {MOST_SEEDS} seeds",
             "stopped": "stopped; the same command goes on",
             "no reference": "the reference row failed",
+            "no variation": f"{NO_VARIATION}, so that more seeds decide nothing",
         }
         text = f"{spent}: {ends[self.why]}."
         if self.fixed and self.why == "all decided":
@@ -73,6 +76,7 @@ def race(
     first: int | None = None,
     most: int = MOST_SEEDS,
     clock: Callable[[], float] = time.monotonic,
+    added: Mapping[str, int] | None = None,
     look: Callable[[int, list[str], Mapping[str, Verdict]], None] = lambda round, open_, verdicts: (
         None
     ),
@@ -85,6 +89,7 @@ def race(
         values: what is recorded, by row and seed, in the unit of tables.
         metric: the metric that judges, or a function where the first results say which it is.
         first: seeds of the first round; never fewer than can decide anything.
+        added: rows that were added after a look, as for `verdict.judge_pairs`.
         look: called after every round with its number, the rows still open and the verdicts so far.
     """
     began = clock()
@@ -114,7 +119,13 @@ def race(
         }
         name = metric() if callable(metric) else metric
         out.verdicts = judge(
-            known, reference, name, better=better(), margin=margin, test="sequential"
+            known,
+            reference,
+            name,
+            better=better(),
+            margin=margin,
+            test="sequential",
+            added=added,
         )
         out.seeds = {row: len(mine) for row, mine in known.items() if mine}
         if seed >= start or not going:
@@ -125,6 +136,11 @@ def race(
                 for row in open_
                 if row not in same and out.verdicts[row].verdict == "inconclusive"
             ]
+            constant = [row for row in open_ if out.verdicts[row].because == NO_VARIATION]
+            if constant and constant == open_:
+                out.why = "no variation"
+                look(out.rounds, open_, out.verdicts)
+                break
             look(out.rounds, open_, out.verdicts)
         if not going:
             break
@@ -229,6 +245,7 @@ def race_plan(
         budget=budget,
         first=first,
         most=most,
+        added=plan.header.get("added"),
         look=look,
     )
     plan.header["race"] = {

@@ -200,15 +200,24 @@ def effect_interval(differences: Sequence[float], level: float = LEVEL) -> tuple
 def _noncentrality(t: float, freedom: int, share: float) -> float:
     """The noncentrality at which `share` of the distribution lies below t; it falls as the noncentrality grows."""
     from scipy.optimize import brentq
-    from scipy.special import nctdtr
-
-    def excess(noncentrality: float) -> float:
-        below = float(nctdtr(freedom, noncentrality, t))
-        # scipy has no number for some points far in the tails, where the share is 0 or 1.
-        return (float(noncentrality < t) if math.isnan(below) else below) - share
 
     reach = 10.0 + 4 * abs(t)
-    return float(brentq(excess, -reach, reach, xtol=1e-9))
+    return float(brentq(lambda x: share_below(t, freedom, x) - share, -reach, reach, xtol=1e-9))
+
+
+def share_below(t: float, freedom: int, noncentrality: float) -> float:
+    """The share of a noncentral t distribution that lies below t.
+
+    Args:
+        t: the point.
+        freedom: degrees of freedom.
+        noncentrality: of the distribution.
+    """
+    from scipy.special import nctdtr
+
+    below = float(nctdtr(freedom, noncentrality, t))
+    # scipy has no number for some points far in the tails, where the share is 0 or 1.
+    return float(noncentrality < t) if math.isnan(below) else below
 
 
 def _small_sample(n: int) -> float:
@@ -305,8 +314,6 @@ def seeds_needed(difference: float, sd: float, level: float, power: float = POWE
 
 G = 1.0
 """The variance of the mixture over standardized effects."""
-MOST = 400
-"""Seeds up to which a simulation looks for a decision."""
 
 
 def log_e(t_squared: float, n: int) -> float:
@@ -360,9 +367,11 @@ def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> t
             low, high = max(low, last[0]), min(high, last[1])
     if math.isinf(low):
         return math.nan, math.nan
-    return (
-        (low, high) if low <= high else last
-    )  # looks that contradict each other: the newest speaks
+    if low > high:  # looks that contradict each other: the newest speaks
+        low, high = last
+    # Intersected over looks, the interval may leave out the present mean; an estimate lies in its interval.
+    mean = statistics.fmean(differences)
+    return min(low, mean), max(high, mean)
 
 
 def _half_width(n: int, level: float) -> float:
@@ -381,43 +390,6 @@ def first_round(rows: int, level: float = LEVEL) -> int:
     while (n - 1) / 2 * math.log1p(n * G) < math.log(max(1, rows) / level):
         n += 1
     return n
-
-
-def seeds_to_decide(effect: float, level: float, power: float = POWER) -> int | None:
-    """How many seeds decide a standardized effect with the given power, by simulation; None above `MOST`.
-
-    The effect is rounded to a twentieth (above 5 to a whole), so that a table asks for few simulations.
-    """
-    size = min(abs(effect), 20.0)
-    return _simulated(
-        round(20 * size) / 20 if size < 5 else float(round(size)), round(level, 6), power
-    )
-
-
-@lru_cache(maxsize=1024)
-def _simulated(effect: float, level: float, power: float) -> int | None:
-    import numpy as np
-
-    if effect < 0.1:
-        return None
-    looks = MOST if effect < 0.5 else 100
-    decided = first_decisions(
-        np.random.default_rng(0).standard_normal((200, looks)) + effect, level
-    )
-    at = float(np.quantile(decided, power))
-    return math.ceil(at) if at <= looks else None
-
-
-def first_decisions(differences: np.ndarray, level: float) -> np.ndarray:
-    """For each row of differences (draws, looks) the look at which E first reaches 1 / level; one beyond if never."""
-    import numpy as np
-
-    e = log_e_matrix(differences)
-    reached = e >= -math.log(level)
-    out: np.ndarray = np.where(
-        reached.any(axis=1), reached.argmax(axis=1) + 2, differences.shape[1] + 1
-    )
-    return out
 
 
 def log_e_matrix(differences: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import Any
 from dampen.studies.errors import ConfigError, DamagedRecord, LabError, Locked, clear_disk_errors
 from dampen.studies.files import CHECKSUM, atomic_file, read_json, sealed, unsealed, write_json
 from dampen.studies.processes import AS_FOUND
-from dampen.studies.result import Diagnosis, LogLine, Result, parse_lines, parse_result
+from dampen.studies.result import Diagnosis, LogLine, Result, on_one_axis, parse_lines, parse_result
 from dampen.studies.run import Run
 
 PRETRAIN = "pretrain"
@@ -173,9 +173,17 @@ class RunStore:
         Args:
             line: plain data, as `result.LogLine` describes it.
         """
+        self.log_lines([line])
+
+    def log_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append several lines at once.
+
+        Args:
+            lines: plain data, as `result.LogLine` describes them.
+        """
         path = self.folder / "log.jsonl"
         with clear_disk_errors(path), path.open("ab") as file:
-            file.write(_written(line))
+            file.write(b"".join(map(_written, lines)))
 
     def _sync_log(self) -> None:
         path = self.folder / "log.jsonl"
@@ -287,7 +295,8 @@ class LoggedRun:
     def _read_log(self) -> tuple[list[LogLine], bool]:
         if not self._log:
             try:
-                self._log.append((parse_lines(RunStore(self.folder).lines()), False))
+                lines = on_one_axis(parse_lines(RunStore(self.folder).lines()))
+                self._log.append((lines, False))
             except ValueError:
                 self._log.append(([], True))
         return self._log[0]

@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dampen.studies.report.summary import counted
 from dampen.studies.report.terminal import mean_sd
 from dampen.studies.run import Run
 from dampen.studies.sequential import Race
+from dampen.studies.store import RunStore
 from dampen.studies.table import Entry, ResultTable, comparison_table, read_results, read_runs
 from dampen.studies.trainer.user_function import Function, Parts
 from dampen.studies.trust import (
@@ -30,7 +31,7 @@ from dampen.studies.trust import (
     code_of_plan,
     require_approval,
 )
-from dampen.studies.user_code import Code, digest_of_file, local_files, package_root
+from dampen.studies.user_code import Code, code_in_file
 
 
 @dataclass
@@ -128,8 +129,9 @@ class Study:
     def add(self, seeds: int | Sequence[int] = 0, methods: Any = None, **settings: Any) -> Study:
         """Run more: `seeds` further seeds of every row (or a list of seeds), `methods` as further rows.
 
-        Returns this study, which then has them. A study that was looked at and then extended is judged by the
-        sequential test, which allows that.
+        Returns this study, which then has them. A study that was looked at and then extended by seeds is judged by
+        the sequential test, which allows that. Methods that are added after a look are judged at a stricter level of
+        their own, because adding methods until one is significant finds one by chance.
 
         Args:
             seeds: how many more, or which.
@@ -156,9 +158,11 @@ class Study:
                 from dampen.studies.request import plain_rows
 
                 plain_rows(found)  # refuses what the lab's trainer cannot take
-            for row in found.rows:
-                if row.name not in known and row.name != PLAIN:
-                    _add_row(self.plan, baseline, row.name, row.methods, row.params)
+            new = [row for row in found.rows if row.name not in known and row.name != PLAIN]
+            if any(RunStore(self.folder / id).done for id in self.plan.runs):
+                self.plan.note_addition(row.name for row in new)
+            for row in new:
+                _add_row(self.plan, baseline, row.name, row.methods, row.params)
         if seeds:
             self.plan.header["test"] = "sequential"
         _add_seeds(self.plan, seeds)
@@ -347,6 +351,7 @@ def _stored(function: Function) -> dict[str, Any]:
     return {
         "name": function.code.name,
         "code": function.code.digest,
+        "places": list(function.code.places),
         "file": function.file,
         "attribute": function.attribute,
         "pickled": _text(function.pickled) if function.pickled else None,
@@ -367,12 +372,13 @@ def _function(kept: dict[str, Any]) -> Function:
         )
     code = Code(kept["name"], kept["code"])
     if file is not None:
-        if digest_of_file(file) != kept["code"]:
+        code = code_in_file(file, kept["attribute"], "", kept.get("places", ()))
+        if code.digest != kept["code"]:
             raise LabError(
                 f"The code of {kept['name']} has changed since this study was run, so more of it would be another "
                 "study. Call dampen.compare with it: it runs new trials, or takes the old ones with same_code=True."
             )
-        code = Code(kept["name"], kept["code"], package_root(file), local_files(file))
+        code = replace(code, name=kept["name"])
     objects = {k: base64.b64decode(v) for k, v in kept["objects"].items()}
     pickled = base64.b64decode(kept["pickled"]) if kept["pickled"] else None
     metric = (kept["metric"][0], kept["metric"][1]) if kept["metric"] else None

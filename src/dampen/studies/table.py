@@ -15,6 +15,7 @@ from typing import Any
 
 from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.errors import DamagedRecord
+from dampen.studies.failures import FailureRate, corrected_rates, failure_rate
 from dampen.studies.metric import Metric, describe, direction
 from dampen.studies.pairing import (
     AgainstPaper,
@@ -26,6 +27,7 @@ from dampen.studies.pairing import (
     cost_of,
     effect_agreement,
     in_training,
+    on_one_path,
     published_figures,
     unpaired,
     variance_ratios,
@@ -33,7 +35,10 @@ from dampen.studies.pairing import (
 from dampen.studies.result import diagnosed
 from dampen.studies.stats import Summary, summarize
 from dampen.studies.store import LoggedRun, RunStore, read_run
-from dampen.studies.verdict import Test, Verdict, judge_pairs, sentence, words
+from dampen.studies.verdict import Test, Verdict, contenders, judge_pairs, sentence, words
+
+TRAINED = "better where it trained"
+"""The verdict of a configuration that is significantly better, and whose runs failed more often than the baseline's."""
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Entry:
     diverged: int
     unfinished: int
     problems: list[str]  # why runs have no result
+    failures: FailureRate
     reference: str | None = None  # the entry it is compared with; None if it is a reference itself
     no_number: list[str] = field(
         default_factory=list
@@ -78,7 +84,11 @@ class Entry:
     def told(self, metric: Metric, numbers: bool = False) -> str:
         """The verdict in words; with `numbers` the difference and its interval too."""
         told = self._told(metric, numbers)
-        return f"{told}; {self.left_out}" if self.left_out and self.verdict != "failed" else told
+        if self.verdict == "failed":
+            return told
+        caution = self.comparison.caution if self.comparison else ""
+        failed = self.failures.in_words() if self.verdict != TRAINED else ""
+        return "; ".join(part for part in (told, failed, self.left_out, caution) if part)
 
     @property
     def left_out(self) -> str:
@@ -93,6 +103,8 @@ class Entry:
         if self.comparison is None or self.verdict in ("no run yet", "reference", ""):
             return self.verdict
         told = sentence(self.comparison, metric) if numbers else words(self.comparison, metric)
+        if self.verdict == TRAINED:
+            told = told.replace("better", f"{TRAINED}, {self.failures.in_words()}", 1)
         seeds = f"{len(self.unpaired)} seed{'s' * (len(self.unpaired) != 1)}"
         return (
             f"{told}; {seeds} not paired: other kernels than the reference"
@@ -120,6 +132,7 @@ class Entry:
         plain |= {"metrics": {m: asdict(s) for m, s in self.metrics.items()}, "valid": self.valid}
         plain |= {"reference": self.reference, "same_as": self.same_as, "verdict": self.verdict}
         plain |= {"unpaired": self.unpaired, "no_number": self.no_number}
+        plain["failures"] = asdict(self.failures)
         plain["comparison"] = asdict(self.comparison) if self.comparison else None
         plain["secondary"] = {m: asdict(c) for m, c in self.secondary.items()}
         plain |= {
@@ -189,6 +202,38 @@ class ResultTable:
         """Entries with results, best mean first."""
         done = [e for e in self.entries if e.summary.n]
         return sorted(done, key=lambda e: e.summary.mean, reverse=self.study.mode == "max")
+
+    def contenders(self) -> list[Entry]:
+        """The entries that cannot be told from the one with the best mean, that one first; see `verdict.contenders`.
+
+        Only the configurations of one model are compared; seeds on different kernels are no pairs.
+        """
+        if self.study.show_all or len({e.reference for e in self.entries if e.reference}) > 1:
+            return []
+        done = [e for e in self.ranked() if not e.same_as]
+        if not done:
+            return []
+        leader = done[0].setting.logged
+
+        def pairs(entry: Entry) -> dict[str, float]:
+            own, folds = entry.setting.logged, self.study.header.get("folds") or 1
+            if folds > 1:
+                return entry.paired(entry.values)
+            alike = {s for s, run in own.items() if s in leader and on_one_path(run, leader[s])}
+            return {s: v for s, v in entry.values.items() if s in alike or s not in leader}
+
+        test: Test = "sequential" if self.study.test == "sequential" else "fixed"
+        names = contenders({e.name: pairs(e) or e.values for e in done}, self.study.mode, test)
+        return [self.entry(name) for name in names]
+
+    def kernels(self) -> dict[str, list[str]]:
+        """The configurations that ran on each path of kernels, where methods of this table ran on more than one."""
+        found: dict[str, list[str]] = {}
+        for entry in (e for e in self.entries if e.config.methods):
+            finals = [r.final for r in entry.setting.finished().values() if r.final]
+            for path in dict.fromkeys(f.kernels for f in finals if f.kernels):
+                found.setdefault(path, []).append(entry.name)
+        return found if len(found) > 1 else {}
 
     def listed(self) -> list[Entry]:
         """Every entry: ranked, then those without a result."""
@@ -353,6 +398,8 @@ def _entry(study: LoggedComparison, name: str, row: Config, setting: Setting) ->
         if study.metric in values_of and values_of[study.metric] is None
     ]
     without += [f"seed {s}: no number, {study.metric} is undefined or infinite" for s in no_number]
+    ended = [s for s, run in setting.logged.items() if run.status != "unfinished"]
+    numbers = {s for s, values_of in found.items() if values_of.get(study.metric) is not None}
     return Entry(
         name=name,
         config=row,
@@ -366,6 +413,7 @@ def _entry(study: LoggedComparison, name: str, row: Config, setting: Setting) ->
         diverged=statuses.count("diverged"),
         unfinished=setting.planned - statuses.count("finished") - statuses.count("diverged"),
         problems=without,
+        failures=failure_rate(sum(s not in numbers for s in ended), len(ended)),
         no_number=no_number,
         published=published_figures(setting.published or row.published),
     )
@@ -464,14 +512,18 @@ def _judge(table: ResultTable) -> None:
             entry.verdict = "failed" if entry.problems else "no run yet"
         elif entry.reference is None and study.show_all:
             entry.verdict = ""
+    _compare_failures(table)
+    added = study.header.get("added") or {}
+    later = {e.name: added[e.config.name] for e in table.entries if e.config.name in added}
     rows = [e for e in table.entries if e.reference and not e.same_as and e.verdict != "failed"]
     pairs = {e.name: (e.paired(e.values), table.entry(e.reference or "").values) for e in rows}
     for name, found in judge_pairs(
-        pairs, study.metric, better=study.mode, margin=study.margin, test=test
+        pairs, study.metric, better=study.mode, margin=study.margin, test=test, added=later
     ).items():
         entry = table.entry(name)
         entry.comparison = found
-        entry.verdict = entry.verdict if entry.verdict == "no run yet" else found.verdict
+        word = TRAINED if found.verdict == "better" and entry.failures.in_excess else found.verdict
+        entry.verdict = entry.verdict if entry.verdict == "no run yet" else word
     for metric in (m for m in table.other_metrics() if describe(m).better):
         pairs = {
             e.name: (
@@ -481,13 +533,23 @@ def _judge(table: ResultTable) -> None:
             for e in rows
         }
         for name, found in judge_pairs(
-            {n: p for n, p in pairs.items() if p[0]}, metric, test=test
+            {n: p for n, p in pairs.items() if p[0]}, metric, test=test, added=later
         ).items():
             table.entry(name).secondary[metric] = found
     for entry in (e for e in table.entries if e.same_as):
         twin = table.entry(entry.same_as or "")
         entry.comparison, entry.secondary = twin.comparison, twin.secondary
         entry.verdict = twin.verdict if twin.comparison else "same"
+
+
+def _compare_failures(table: ResultTable) -> None:
+    """The failure rates of all configurations against their references', as one family."""
+    rates = {}
+    for entry in (e for e in table.entries if e.reference):
+        own, theirs = entry.failures, table.entry(entry.reference or "").failures
+        rates[entry.name] = failure_rate(own.failed, own.runs, theirs.failed, theirs.runs)
+    for name, rate in corrected_rates(rates).items():
+        table.entry(name).failures = rate
 
 
 def _against_paper(table: ResultTable) -> None:
@@ -571,7 +633,8 @@ class LoggedComparison:
         finals = [r.final for r in self.runs() if r.final and r.status == "finished"]
         self.metric = wanted or (finals[0].primary[0] if finals else "accuracy")
         known = {name: mode for final in finals for name, mode in (final.selection, final.primary)}
-        self.mode = direction(self.metric, known.get(self.metric))
+        said = self.header.get("mode") if wanted else None
+        self.mode = said or direction(self.metric, known.get(self.metric))
 
 
 def logged_comparison(

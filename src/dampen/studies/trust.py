@@ -25,7 +25,7 @@ from dampen.extensions import IN_FILE
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import cache_folder, read_json
 from dampen.studies.plugins import folder_of
-from dampen.studies.user_code import local_files
+from dampen.studies.user_modules import sources_of
 
 if TYPE_CHECKING:
     from dampen.studies.comparison import Comparison
@@ -72,8 +72,8 @@ def approve(code: Iterable[KeptCode]) -> None:
         with open(handle, "a", encoding="utf-8") as file:
             file.writelines(f"{digest} {kept.what!r}\n" for digest, kept in new.items())
     except OSError as error:
-        told = f"The approval of code could not be kept in {path} ({error}), so it ends with this process."
-        warnings.warn(told, stacklevel=2)
+        warning = f"The approval of code could not be kept in {path} ({error}), so it ends with this process."
+        warnings.warn(warning, stacklevel=2)
 
 
 def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> None:
@@ -135,6 +135,7 @@ def code_of_function(function: Function | None, place: Path) -> list[KeptCode]:
     else:
         where = str(function.file)
         digest.update(f"{function.attribute}\n{_text(function.code.files)}".encode())
+        digest.update("".join(f"\n{place}" for place in function.code.places).encode())
     found = [KeptCode(f"the function {name}", where, digest.hexdigest())]
     for method in function.objects.values():
         found.append(
@@ -171,7 +172,7 @@ def code_of_methods(runs: Iterable[Run]) -> Iterator[KeptCode]:
         path = Path(match["file"]).expanduser() if match else None
         if path is not None and path.is_file():  # one that is not there cannot run
             yield KeptCode(
-                f"the method {name}", str(path.resolve()), _sha(_text(local_files(path)))
+                f"the method {name}", str(path.resolve()), _sha(_text(sources_of(path).files))
             )
 
 
@@ -219,7 +220,7 @@ def _sources(place: Path) -> dict[str, str]:
     """Everything that Python could import of a package or a module, by relative path."""
     if not place.is_dir():
         if place.suffix == ".py":
-            return local_files(place)
+            return sources_of(place).files
         return {place.name: place.read_bytes().hex()}
     files = (p for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     return {

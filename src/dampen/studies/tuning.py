@@ -386,7 +386,7 @@ def tune(
     results = read_results(tuning.plan, place)
     found = _selections(tuning, results)
     chosen = {name: selection for name, selection in found.items() if selection is not None}
-    record = _told(tuning, chosen, results)
+    record = _record_of(tuning, chosen, results)
     write_json(folder / "search.json", record)
     _check_chosen(tuning.of(rows), chosen, results, place)
     points = {name: found.chosen.values for name, found in chosen.items()}
@@ -421,8 +421,8 @@ def _check_chosen(
 def own_metric(function: Function | None) -> tuple[str, str]:
     """The metric by which settings of a training of the user's own are chosen; refuses where none was said."""
     if function is None or function.metric is None:
-        told = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
-        raise ConfigError("The search", [f"metric: {told}"])
+        problem = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
+        raise ConfigError("The search", [f"metric: {problem}"])
     return function.metric
 
 
@@ -542,7 +542,7 @@ def _head(tuning: Tuning, results: Mapping[str, Any]) -> dict[str, Any]:
     return {**kind, "trials": count * len(seeds), "seeds": seeds, "metric": metric, "mode": mode}
 
 
-def _told(
+def _record_of(
     tuning: Tuning, chosen: Mapping[str, Selection], results: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything that was tried and what was chosen, for the record."""
@@ -570,21 +570,21 @@ def _row(
         | {"state": "complete" if t.complete else "failed", "extension": t.extension}
         for t in tried
     ]
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "axes": [a.__dict__ for a in tuning.axes[row.name]],
         "tried": len(tried),
         "trials": trials,
     }
     if found is None:
-        return told | {"chosen": None}
-    told |= {
+        return record | {"chosen": None}
+    record |= {
         "chosen": found.chosen.values,
         "valid": found.chosen.mean,
         "tied": found.tied,
         "alike": found.alike,
     }
     further = {(e["axis"], e["end"]) for e in extended}
-    told["edges"] = [
+    record["edges"] = [
         {
             "axis": k,
             "end": _end(up),
@@ -593,4 +593,4 @@ def _row(
         }
         for k, up in found.edges
     ]
-    return told | {"extended": extended}
+    return record | {"extended": extended}

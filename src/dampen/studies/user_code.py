@@ -1,7 +1,9 @@
-"""The identity of a user's code: a hash of the syntax trees of a file and of the local files that it imports.
+"""The identity of a user's code: a hash of the syntax trees of a file and of the user's files that it imports.
 
-Comments, layout and docstrings do not count, nor does the part of a script that only starts the comparison. A function
-typed into a notebook has no file: there the sources of all that it reaches count instead.
+`user_modules.py` says which files these are. Until 0.2 only those below the file's own folder counted: where others are
+imported, `Code.earlier` is the hash that older records have. Comments, layout and docstrings do not count, nor does the
+part of a script that only starts the comparison. A function typed into a notebook has no file: there the sources of all
+that it reaches count instead.
 """
 
 from __future__ import annotations
@@ -11,23 +13,28 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from dampen.studies.errors import ConfigError
+from dampen.studies.user_modules import Sources, is_users, parsed, sources_of
 
 
 @dataclass(frozen=True)
 class Code:
-    """A function's name for people, the hash of its code, and the files it is made of, relative to `root`."""
+    """A function's name for people, the hash of its code, and the files it is made of, relative to `root` or to one of
+    `places`."""
 
     name: str
     digest: str
     root: Path | None = None
     files: dict[str, str] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
+    untracked: tuple[str, ...] = ()  # what it imports and nobody can follow, in words
+    outside: tuple[Path, ...] = ()  # its files that do not lie below the root
+    earlier: str = ""  # the hash by the rule of 0.2, where that is another
 
 
 def code_of(function: Callable[..., Any]) -> Code:
@@ -42,19 +49,42 @@ def code_of(function: Callable[..., Any]) -> Code:
     if file is None:
         facts = "\n".join(sorted(set(_reachable(inner, set()))))
         return Code(f"notebook:{name}", _sha(facts + bound))
-    files = local_files(file)
-    root = package_root(file)
+    return code_in_file(file, name, bound + _closure(inner))
+
+
+def code_in_file(
+    file: Path, name: str, more: str = "", places: Sequence[str] | None = None
+) -> Code:
+    """The code of a function in a file.
+
+    Args:
+        file: that defines it.
+        name: of the function.
+        more: what else belongs to it, as text.
+        places: as for `sources_of`.
+    """
+    found = sources_of(file, places)
+    outside = tuple(found.outside())
     return Code(
         f"{file.name}:{name}",
-        _sha(_trees(root, files, file) + bound + _closure(inner)),
-        root,
-        files,
+        _sha(_trees(found, file) + more),
+        found.root,
+        found.files,
+        tuple(map(str, found.places)),
+        tuple(found.untracked),
+        outside,
+        _sha(_trees(sources_of(file, ()), file) + more) if outside else "",
     )
 
 
-def digest_of_file(file: Path) -> str:
-    """The hash of a file and of what it imports, as in `code_of` for a function at its top level."""
-    return _sha(_trees(package_root(file), local_files(file), file))
+def digest_of_file(file: Path, places: Sequence[str] | None = None) -> str:
+    """The hash of a file and of what it imports, as in `code_of` for a function at its top level.
+
+    Args:
+        file: where to begin.
+        places: as for `sources_of`.
+    """
+    return _sha(_trees(sources_of(file, places), file))
 
 
 def code_of_class(kind: type) -> str:
@@ -67,63 +97,11 @@ def code_of_class(kind: type) -> str:
     )
 
 
-def package_root(file: Path) -> Path:
-    """The folder from which imports of a file are found: its own, or the one above its outermost package."""
-    folder = file.resolve().parent
-    while (folder / "__init__.py").exists():
-        folder = folder.parent
-    return folder
-
-
-def local_files(file: Path) -> dict[str, str]:
-    """The text of a file and of every file below its root that it imports, directly or not, by relative path."""
-    root, waiting, found = package_root(file), [file.resolve()], dict[str, str]()
-    while waiting:
-        path = waiting.pop()
-        name = path.relative_to(root).as_posix()
-        if name not in found:
-            found[name] = path.read_text(encoding="utf-8")
-            waiting += _imported(_parse(found[name], path), path, root)
-    return found
-
-
-def _imported(tree: ast.Module, file: Path, root: Path) -> Iterator[Path]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _modules(root, alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            base = root
-            for _ in range(node.level):
-                base = file.parent if base == root else base.parent
-            parts = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _modules(base, [*parts, alias.name])
-
-
-def _modules(base: Path, parts: list[str]) -> Iterator[Path]:
-    """`a.b.c` below `base`: the packages on the way and the module, as far as there are such files."""
-    if (base / "__init__.py").is_file():
-        yield base / "__init__.py"
-    for i in range(1, len(parts) + 1):
-        place = base.joinpath(*parts[:i])
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                yield path.resolve()
-
-
-def _parse(text: str, file: Path) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(str(file), [f"line {error.lineno}: {error.msg}"]) from error
-
-
-def _trees(root: Path, files: dict[str, str], entry: Path) -> str:
-    started = entry.resolve().relative_to(root).as_posix()
+def _trees(sources: Sources, entry: Path) -> str:
+    started = entry.resolve().relative_to(sources.root).as_posix()
     told = []
-    for name in sorted(files):
-        tree = _parse(files[name], root / name)
+    for name in sorted(sources.files):
+        tree = parsed(sources.files[name], sources.paths[name])
         told.append(f"{name}\n{normalized(_without_start(tree) if name == started else tree)}")
     return "\n".join(told)
 
@@ -206,12 +184,7 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(thing))
     if isinstance(thing, ModuleType):
         file = getattr(thing, "__file__", None)
-        if (
-            file
-            and Path(file).suffix == ".py"
-            and Path.cwd() in Path(file).resolve().parents
-            and _own(file)
-        ):
+        if file and Path(file).suffix == ".py" and is_users(Path(file)):
             yield digest_of_file(Path(file))
     elif isinstance(thing, FunctionType):
         yield _source(thing)
@@ -226,10 +199,6 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
                 yield from _reachable(member, seen)
     else:
         yield _value(thing)
-
-
-def _own(file: str) -> bool:
-    return not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _names(code: Any) -> Iterator[str]:

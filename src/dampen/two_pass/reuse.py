@@ -97,8 +97,8 @@ class SharedBlocks:
         if self.doubled.used:
             return f"one batch that holds every sample twice: {self.why}"
         if self.why:
-            told = f"; no doubled batch: {self.doubled.note}" if self.doubled.note else ""
-            return f"two full passes: {self.why}{told}"
+            note = f"; no doubled batch: {self.doubled.note}" if self.doubled.note else ""
+            return f"two full passes: {self.why}{note}"
         if self.shared:
             return f"{len(self.shared)} blocks are computed once for both passes, {self.shared[0]} to {self.shared[-1]}"
         first = next((s for s in self.sites if s.perturbed), None)

@@ -402,3 +402,14 @@ def test_words_of_ones_own_in_the_log_are_no_fields_of_events(tmp_path, script):
     (epoch,) = (e for e in map(parse_event, sent) if e.kind == "epoch")
     assert (epoch.epoch, epoch.valid, epoch.test, epoch.status) == (1, {"accuracy": 0.5}, {}, "")
     assert RunStore(asked.folder / trial.id).lines()[0]["test"] == 0.4
+
+
+def test_methods_added_after_a_look_are_noted_whichever_way_they_are_added(ask, run, tmp_path):
+    asked = ask("drop_key(rate=0.2)", seeds=2)
+    run(asked)
+    again = ask("drop_key(rate=0.2), drop_head(rate=0.2)", seeds=2)
+    assert again.plan.header["added"] == {"drop_head(rate=0.2)": 1}
+    run(again)
+    third = ask("r_drop", seeds=2)
+    assert third.plan.header["added"] == {"drop_head(rate=0.2)": 1, "r_drop": 2}
+    assert "added" not in ask("drop_key(rate=0.2)", seeds=2, folder=tmp_path / "x").plan.header

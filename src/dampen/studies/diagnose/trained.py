@@ -116,9 +116,9 @@ def find_trials(folder: Path, trust: bool = False) -> list[Path]:
     if trust:
         approve(code_of_methods(RunStore(path).trial() for path in finished))
     if not finished:
-        told = f"{len(found)} runs, none of them finished" if found else "no trial"
+        what = f"{len(found)} runs, none of them finished" if found else "no trial"
         raise LabError(
-            f"{folder} holds {told}. Run the command that wrote it again: it resumes, then diagnose."
+            f"{folder} holds {what}. Run the command that wrote it again: it resumes, then diagnose."
         )
     return finished
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from dampen.extensions import from_plugins
 from dampen.names import nearest
-from dampen.studies.errors import ConfigError, DiskFull, Diverged, Interrupted, Locked, portable
+from dampen.studies.errors import (
+    ConfigError,
+    DiskFull,
+    Diverged,
+    Interrupted,
+    Locked,
+    Refused,
+    portable,
+)
 from dampen.studies.files import write_json
 from dampen.studies.processes import is_ctrl_c
 from dampen.studies.result import Event, marked
@@ -29,11 +37,19 @@ ENGINES = {
     "ray": "dampen.studies.engines.ray:RayEngine",
 }
 Status = Literal[
-    "finished", "diverged", "failed", "no data", "locked", "disk full", "interrupted", "waiting"
+    "finished",
+    "diverged",
+    "failed",
+    "no data",
+    "refused",
+    "locked",
+    "disk full",
+    "interrupted",
+    "waiting",
 ]
 RETRIES = 2
 """How often a trial is tried again after its worker died."""
-FATAL = ("no data", "disk full")
+FATAL = ("no data", "disk full", "refused")
 """What would stop every other trial too: an engine hands out no more of them."""
 Report = Callable[[str, Event], None]
 """Receives (trial id, event) in the process that called `run`."""
@@ -112,6 +128,8 @@ def run_job(
         return Outcome("finished", run_trial(job.trial, job.folder, execution, tell, stop))
     except Diverged as error:
         return Outcome("diverged", RunStore(job.folder).final(), str(error))
+    except Refused as error:  # the result is kept where there is one
+        return Outcome("refused", RunStore(job.folder).final(), str(error))
     except Interrupted as error:
         return Outcome("interrupted", None, str(error))
     except Locked as error:

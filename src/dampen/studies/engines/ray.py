@@ -73,8 +73,8 @@ class RayEngine:
         try:
             import ray  # noqa: F401
         except ModuleNotFoundError as error:
-            told = "'ray' is not installed here; run: pip install 'dampen[ray]'"
-            raise ConfigError("--engine", [told]) from error
+            message = "'ray' is not installed here; run: pip install 'dampen[ray]'"
+            raise ConfigError("--engine", [message]) from error
         self.address, self.workers = address, workers
 
     def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
@@ -104,22 +104,22 @@ class _Run:
         self.running: dict[Any, _Running] = {}
         self.outcomes = {j.trial.id: Outcome("waiting") for j in jobs}
         self.at_once = workers or len(jobs)
-        self.told_to_stop = False
+        self.stopping = False
 
     def loop(self) -> dict[str, Outcome]:
         """Until nothing runs and nothing waits."""
-        while self.running or (self.waiting and not self.told_to_stop):
+        while self.running or (self.waiting and not self.stopping):
             try:
-                while self.waiting and len(self.running) < self.at_once and not self.told_to_stop:
+                while self.waiting and len(self.running) < self.at_once and not self.stopping:
                     self._submit(self.waiting.popleft())
                 done, _ = self.ray.wait(list(self.running), timeout=0.25)
                 self._pass_on_events()
                 for reference in done:
                     self._finish(reference, self.running.pop(reference))
-                if any(o.status in FATAL for o in self.outcomes.values()) and not self.told_to_stop:
+                if any(o.status in FATAL for o in self.outcomes.values()) and not self.stopping:
                     self._stop()
             except KeyboardInterrupt:
-                if self.told_to_stop:
+                if self.stopping:
                     raise
                 self._stop()
         not_started = Outcome("interrupted", None, "not started")
@@ -149,14 +149,14 @@ class _Run:
         ) as e:
             how = f"died ({type(e).__name__}: {str(e).splitlines()[0]})"
             message, dead = after_death(running.job, how, running.tries + 1)
-            if dead is None and not self.told_to_stop:
+            if dead is None and not self.stopping:
                 self.report(trial, Event(kind="warning", message=message))
                 self.waiting.appendleft(_Running(running.job, running.tries + 1))
                 return
             outcome = dead or Outcome("interrupted", None, message)
         except errors.RayTaskError as e:
-            told = f"Trial {trial} could not be run on the cluster: {e.cause or e}. Is the same dampen on every node?"
-            outcome = Outcome("failed", None, told)
+            message = f"Trial {trial} could not be run on the cluster: {e.cause or e}. Is the same dampen on every node?"
+            outcome = Outcome("failed", None, message)
         self.outcomes[trial] = outcome
         self._pass_on_events()
         self.report(trial, Event(kind="outcome", status=outcome.status, message=outcome.message))
@@ -174,7 +174,7 @@ class _Run:
                 self.report(trial, parse_event(event))
 
     def _stop(self) -> None:
-        self.told_to_stop = True
+        self.stopping = True
         self.ray.get(self.mailbox.stop.remote())
 
 

@@ -30,12 +30,14 @@ from dampen.studies.trust import approve, code_of_plan
 EXIT_CODES = {
     "disk full": 6,
     "no data": 3,
+    "refused": 2,
     "interrupted": 130,
     "failed": 1,
     "locked": 4,
     "diverged": 5,
 }
-"""The worst outcome decides the exit code, in this order; a full disk or missing data also stops the other trials."""
+"""The worst outcome decides the exit code, in this order; a full disk, missing data or a function that does not fit
+also stops the other trials."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST = 40
 """Rows whose lines and points a page carries along; its picker says which of them are drawn."""
 CHOSEN = 6
-"""Lines that can be told apart: so many rows are chosen at first."""
+"""How many lines a chart shows at first: more cannot be distinguished."""
 
 # After Okabe and Ito, for readers with any color vision, darkened so that each has contrast 3:1 on white. The page
 # exchanges them for lighter ones on a dark ground (DARK), entry by entry.

@@ -31,7 +31,8 @@ class Interval(msgspec.Struct):
     p: float | None  # before the correction
     corrected: float | None  # after Holm's correction over all methods
     verdict: str
-    needed: int | None  # seeds at which the comparison would be conclusive
+    needed: int | None  # seeds at which the comparison would be conclusive with 80 % power
+    needed_from: int | None  # seeds at which half of such studies would be conclusive
     detectable: float | None  # the smallest difference that these seeds detect with 80 % power
     margin: float | None  # the equivalence margin
     test: str
@@ -55,7 +56,7 @@ class Method(msgspec.Struct):
     methods: list[dict[str, Any]]
     settings: str
     code: str  # the line of Python that uses it
-    verdict: str  # reference, better, worse, equal, inconclusive, no gain, failed or "no run yet"
+    verdict: str  # reference, better, worse, equal, "better where it trained", inconclusive, no gain, ...
     mean: float | None
     sd: float | None
     n: int

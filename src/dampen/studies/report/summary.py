@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dampen.studies.report.settings import more_seeds, regularize_line
 from dampen.studies.stats import FEWEST, POWER
 from dampen.studies.store import LoggedRun
-from dampen.studies.table import Entry, ResultTable
-from dampen.studies.verdict import KINDS, Test, judge_pairs
+from dampen.studies.table import TRAINED, Entry, ResultTable
+from dampen.studies.verdict import KINDS, NO_VARIATION, Test, judge_pairs
 
 if TYPE_CHECKING:
     from dampen.studies.table import Entry, ResultTable
@@ -128,6 +128,9 @@ def _which(
     if elsewhere:
         return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
     if not any(e.comparison and e.comparison.p is not None for e in compared):
+        if any(e.comparison and e.comparison.because == NO_VARIATION for e in compared):
+            one = f"{NO_VARIATION.capitalize()}, so all seeds together are one observation."
+            return Answer("No verdict", [one, SEED], "caution")
         few = f"Every comparison has fewer than {FEWEST} shared seeds, too few for a test."
         more = "Run more seeds per method; --until-decided adds them."
         return Answer("Too few runs", [few, more], "caution")
@@ -137,6 +140,9 @@ def _which(
         return Answer(f"Stay with {name}", [found, *_others(compared, table)])
     found = f"No method is significantly better than {name}."
     return Answer("Inconclusive", [found, *_others(compared, table)])
+
+
+SEED = "Use trial.seed for the weights, the split and the order of batches."
 
 
 def _gain(entry: Entry, table: ResultTable) -> str:
@@ -156,6 +162,8 @@ def _others(compared: list[Entry], table: ResultTable) -> list[str]:
         for w in ("equal", "worse", "no gain", "inconclusive")
     }
     told = []
+    if some := [f"{e.name} ({e.failures.in_words()})" for e in compared if e.verdict == TRAINED]:
+        told.append(f"Better where it trained: {listed(some)}.")
     if by_word["equal"]:
         margin = f"{table.margin:g}{table.metric.points}"
         told.append(f"Equal within {margin}: {listed([e.name for e in by_word['equal']])}.")
@@ -168,11 +176,18 @@ def _others(compared: list[Entry], table: ResultTable) -> list[str]:
         nearest = min(
             open_, key=lambda e: (e.comparison.needed if e.comparison else None) or math.inf
         )
-        needs = nearest.comparison.needed if nearest.comparison else None
+        c = nearest.comparison
         told.append(f"Inconclusive: {listed([e.name for e in open_])}.")
-        if needs:
-            told.append(f"Closest to significance: {nearest.name} (about {needs:,} seeds needed).")
-    few = [e.name for e in by_word["inconclusive"] if not e.comparison or e.comparison.p is None]
+        if c and c.needed:
+            seeds = f"{c.needed_from:,} to {c.needed:,} seeds"
+            told.append(f"Closest to significance: {nearest.name} (about {seeds} needed).")
+    few = [
+        e.name
+        for e in by_word["inconclusive"]
+        if not e.comparison or (e.comparison.p is None and not e.comparison.because)
+    ]
+    constant = [e.name for e in compared if e.comparison and e.comparison.because == NO_VARIATION]
+    told += [f"No verdict, {NO_VARIATION}: {listed(constant)}."] if constant else []
     failed = [e.name for e in table.entries if e.verdict == "failed"]
     told += [f"Too few runs to judge: {listed(few)}."] if few else []
     return told + ([f"Failed: {listed(failed)}."] if failed else [])
@@ -495,6 +510,8 @@ def _reservations(table: ResultTable) -> list[str]:
     if unfinished:
         against.append(f"{unfinished} of {study.planned()} planned runs not finished.")
     against += _mixed(study.runs())
+    for path, names in table.kernels().items():
+        against.append(f"On {path} kernels: {listed(names)}. Other kernels draw other masks.")
     if any(r.final and r.final.data.get("partial") for r in study.runs()):
         against.append("The copy of the data set is not complete.")
     return against

@@ -201,7 +201,7 @@ def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> No
         now = hashes_now(trial, data_dir)
         changed = [k for k in before if now is not None and k in now and now[k] != before[k]]
         if now is not None and changed:
-            told = ", ".join(
+            changes = ", ".join(
                 f"{k} had sha256 {before[k][:12]} and has {now[k][:12]}" for k in changed
             )
             place = locate(trial.data["name"], data_dir)
@@ -209,7 +209,7 @@ def check_recorded(recorded: Recorded, data_dir: str | None, folder: Path) -> No
                 f"The data of {trial.data['name']}{f' at {place}' if place else ''} has changed "
                 f"since {count} "
                 f"trial{'s' * (count != 1)} in {folder} {'were' if count != 1 else 'was'} "
-                f"recorded: {told}. "
+                f"recorded: {changes}. "
                 "Put the data back, or keep the results of the new data apart: say another --out "
                 "(folder=)."
             )

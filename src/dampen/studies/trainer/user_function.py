@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
 import traceback
@@ -23,7 +24,8 @@ from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 from dampen.studies.methods_text import OBJECT, build_methods
 from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
-from dampen.studies.user_code import Code, code_of, digest_of_file, local_files, package_root
+from dampen.studies.user_code import Code, code_in_file, code_of, digest_of_file
+from dampen.studies.user_modules import package_root
 
 _reading: list[str] = []
 
@@ -43,6 +45,7 @@ class Function:
     )  # regularizers that have no plain form, by their hash
     rows: dict[str, str] = field(default_factory=dict)  # the name of each trial's row
     metric: tuple[str, str] | None = None  # what the study is judged by, and 'max' or 'min'
+    must_validate: bool = False  # settings are chosen by this metric on validation
 
     def load(self) -> Callable[..., Any]:
         """The function, in this process; a worker that stays alive imports it once."""
@@ -60,17 +63,38 @@ class Function:
             file = _written(tuple(sorted(self.code.files.items()))) / file.relative_to(
                 package_root_of(self.code)
             )
-        elif digest_of_file(file) != self.code.digest:
+        elif digest_of_file(file, self.code.places) != self.code.digest:
             raise LabError(
                 f"{file} or a file that it imports was changed after this run had started, so that "
                 "this trial would "
                 "not be what it is recorded as. Start the comparison again."
             )
+        # Where the program that started the comparison changed sys.path, its workers need the same.
+        sys.path.extend(p for p in self.code.places if p not in sys.path and Path(p).is_dir())
         found: Any = _import(str(file), self.code.digest)
         for part in self.attribute.split("."):
             found = getattr(found, part)
         function: Callable[[Any], Any] = found
         return function
+
+
+def check_signature(function: Callable[..., Any], name: str) -> None:
+    """Refuse what could not be called with a trial, before anything starts.
+
+    Args:
+        function: the user's.
+        name: for messages.
+    """
+    try:
+        inspect.signature(function).bind(object())
+    except TypeError as error:
+        taken = inspect.signature(function)
+        problem = f"{name}{taken} must take one argument, the trial: {error}"
+        raise ConfigError(
+            "The training function", [f"{problem}. Write def train(trial): ..."]
+        ) from None
+    except ValueError:  # a builtin without a signature: its call will tell
+        return
 
 
 def package_root_of(code: Code) -> Path:
@@ -112,7 +136,7 @@ def as_function(train: Callable[[Any], Any]) -> Function:
     at_top = (
         file and module is not None and module.__name__ != "__main__" and _at(module, name) is train
     )
-    if at_top and code.root is not None and digest_of_file(Path(file)) == code.digest:
+    if at_top and code.root is not None and digest_of_file(Path(file), code.places) == code.digest:
         return Function(code, str(Path(file).resolve()), name)
     import cloudpickle
 
@@ -140,8 +164,7 @@ def function_in_file(text: str, what: str = "The training function") -> Function
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(what, [f"{text}: there is no file {path!r}; write file.py:function"])
-    digest = digest_of_file(file)
-    module = _import(str(file.resolve()), digest)
+    module = _import(str(file.resolve()), digest_of_file(file))
     found = _at(module, name) if name else None
     if not callable(found):
         own = sorted(
@@ -156,7 +179,7 @@ def function_in_file(text: str, what: str = "The training function") -> Function
             else f"say which function of {file.name}"
         )
         raise ConfigError(what, [f"{text}: {missing}{known}. Write {path}:FUNCTION"])
-    code = Code(f"{file.name}:{name}", digest, package_root(file), local_files(file))
+    code = code_in_file(file, name)  # after the import, which may have changed sys.path
     return Function(code, str(file.resolve()), name)
 
 

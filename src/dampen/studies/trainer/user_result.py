@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.native import library
-from dampen.studies.errors import LabError
+from dampen.studies.errors import Refused
 from dampen.studies.files import CHECKSUM, finite
 from dampen.studies.loggers import Logger, flat
 from dampen.studies.metric import describe
@@ -25,18 +26,29 @@ from dampen.studies.trainer.optim import NotFinite
 RESERVED = ("seconds", CHECKSUM)
 """Entries of a log line that dampen writes; a user's own values under these names would be lost."""
 PENDING = 200
-"""Calls of `log` without validation that are averaged into one line of the log."""
+"""Calls of `log` without a step or validation that are averaged into one line of the log."""
+POINTS = 2000
+"""Lines above which a log is thinned: every second line without validation goes."""
+WAIT = 1.0
+"""Seconds that lines may wait before they are written: a file is not opened at every step."""
 
 
 class UserLog:
-    """Collects what the function logs; writes a line per validation, epoch, or `PENDING` calls."""
+    """Collects what the function logs; makes a line per step, validation, epoch, or `PENDING` calls.
+
+    Lines wait in memory for up to `WAIT` seconds; `write` puts them on disk, as every checkpoint and the end of a run
+    does.
+    """
 
     def __init__(self, record: RunStore):
         self.record = record
         self.loggers: list[Logger] = []
-        self.steps = self.epochs = self.lines = 0
+        self.steps = self.epochs = self.lines = self.seen = 0
+        self.every = 1  # of the lines without validation one in so many is kept
         self.known: dict[str, dict[str, float]] = {}  # the newest values of each group
         self.pending: list[dict[str, Any]] = []
+        self.waiting: list[dict[str, Any]] = []  # lines that are not on disk yet
+        self.written_at = 0.0
         self.open = False  # whether the log on disk belongs to this session
 
     def begin(self) -> None:
@@ -64,37 +76,81 @@ class UserLog:
         self.epochs = self.epochs if epoch is None else int(epoch)
         self.pending.append(values)
         self.known |= {k: v for k, v in values.items() if isinstance(v, dict)}
-        return "valid" in values or epoch is not None or len(self.pending) >= PENDING
+        told = step is not None or epoch is not None or "valid" in values
+        return told or len(self.pending) >= PENDING
 
     def flush(self, seconds: float, at: int, epoch: int | None = None) -> dict[str, Any] | None:
         """Write what is pending as one line, and return it; `at` is the step for the loggers."""
         if not self.pending:
             return None
-        self.begin()
-        self.lines += 1
-        line: dict[str, Any] = {"epoch": self.lines if epoch is None else epoch, "step": self.steps}
+        thinned_out = "valid" not in self.pending[-1] and self.seen % self.every > 0
+        self.seen += "valid" not in self.pending[-1]
+        self.lines += not thinned_out
+        line: dict[str, Any] = {"step": self.steps}
+        if epoch is not None or not self.steps:
+            line["epoch"] = self.lines if epoch is None else epoch
         line |= _means(self.pending)
         line["seconds"] = round(seconds, 4)
         self.pending, line = [], finite(line)
-        self.record.log(line)
+        if not thinned_out:
+            self.waiting.append(line)
         for logger in self.loggers:
             logger.log(at, flat(line))
+        if "valid" in line or time.monotonic() - self.written_at > WAIT:
+            self.write()
         return line
 
+    def write(self) -> None:
+        """Put the lines that wait on disk, and thin the log where it has grown too long."""
+        self.written_at = time.monotonic()
+        if not self.waiting:
+            return
+        self.begin()
+        self.record.log_lines(self.waiting)
+        self.waiting = []
+        if self.lines > POINTS:
+            kept = thinned(self.record.lines())
+            self.record.write_lines(kept)
+            self.lines, self.every = len(kept), 2 * self.every
+
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        names = ("steps", "epochs", "lines", "known", "pending")
+        """For the checkpoint; the lines before it are on disk."""
+        self.write()
+        names = ("steps", "epochs", "lines", "seen", "every", "known", "pending")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from a checkpoint: lines written after it will be written again."""
         self.steps, self.epochs, self.lines = state["steps"], state["epochs"], state["lines"]
+        self.seen, self.every = state.get("seen", 0), state.get("every", 1)
         self.known, self.pending = (
             dict(state["known"]),
             list(state.get("pending", [])),
         )  # checkpoints before 0.2
-        self.record.keep_lines(self.lines)
-        self.open = True
+        # The log may have been thinned since the checkpoint: then what came after it is known by its step.
+        kept = [
+            line for line in self.record.lines()[: self.lines] if line.get("step", 0) <= self.steps
+        ]
+        self.record.write_lines(kept)
+        self.lines, self.open = len(kept), True
+
+
+def thinned(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Every second line without validation, and every line with it.
+
+    Args:
+        lines: of a log, in order.
+
+    >>> thinned([{"step": i} for i in range(4)] + [{"step": 4, "valid": {}}, {"step": 5}])
+    [{'step': 0}, {'step': 2}, {'step': 4, 'valid': {}}, {'step': 5}]
+    """
+    kept, odd = [], False
+    for line in lines:
+        if "valid" in line or not odd:
+            kept.append(line)
+        if "valid" not in line:
+            odd = not odd
+    return kept
 
 
 def numbers(group: str, value: Any) -> Any:
@@ -102,6 +158,24 @@ def numbers(group: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _number(f"{group}.{k}", v) for k, v in value.items()}
     return _number(group, value)
+
+
+def lost(values: Mapping[str, Any]) -> list[str]:
+    """The names of losses that are NaN or infinite, among the values of one call of `trial.log`.
+
+    Args:
+        values: as `UserLog.add` keeps them.
+
+    >>> lost({"train": {"loss": math.nan, "auc": math.nan}, "valid_loss": math.inf})
+    ['train.loss', 'valid_loss']
+    """
+    named: dict[str, float] = {}
+    for group, value in values.items():
+        if isinstance(value, dict):
+            named |= {f"{group}.{name}": number for name, number in value.items()}
+        else:
+            named[group] = value
+    return [k for k, v in named.items() if "loss" in k.lower() and not math.isfinite(v)]
 
 
 def _number(name: str, value: Any) -> float:
@@ -140,14 +214,14 @@ Metrics = dict[str, float]
 def read_metrics(returned: Any, named: str) -> tuple[Metrics, Metrics]:
     """Test and validation metrics from what the function `named` returned."""
     if not isinstance(returned, Mapping) or not returned:
-        raise LabError(f"{named} returned {returned!r} instead of test metrics: {WANTED}.")
+        raise Refused(f"{named} returned {returned!r} instead of test metrics: {WANTED}.")
     if isinstance(returned.get("test"), Mapping):
         parts = {k: returned.get(k) or {} for k in ("test", "valid")}
     else:
         parts = {"test": returned, "valid": {}}
     test, valid = (_group(k, parts[k], named) for k in ("test", "valid"))
     if not test:
-        raise LabError(f"{named} returned no test metrics: got {returned!r}; {WANTED}.")
+        raise Refused(f"{named} returned no test metrics: got {returned!r}; {WANTED}.")
     percent = [
         k
         for k, v in test.items()
@@ -155,7 +229,7 @@ def read_metrics(returned: Any, named: str) -> tuple[Metrics, Metrics]:
     ]
     if percent:
         value = f"{percent[0]} = {test[percent[0]]:g}"
-        raise LabError(
+        raise Refused(
             f"{named} returned {value}, but it is recorded as a fraction of 1: divide it by 100."
         )
     return test, valid
@@ -165,27 +239,43 @@ def _group(name: str, content: Any, named: str) -> Metrics:
     try:
         found = numbers(name, content)
     except TypeError as error:
-        raise LabError(
+        raise Refused(
             f"{named} returned metrics that are no numbers: {error} Instead, {WANTED}."
         ) from error
     if not isinstance(found, dict):
-        raise LabError(
+        raise Refused(
             f"{named} returned {name!r} = {content!r}, which is no group of metrics: {WANTED}."
         )
     return found
 
 
-def judged_by(test: Metrics, wanted: tuple[str, str] | None, named: str) -> tuple[str, str]:
+def judged_by(test: Metrics, wanted: tuple[str, str] | None) -> tuple[str, str]:
     """The metric of the study and the way it improves, or the first that came back."""
+    if wanted is not None and wanted[0] in test:
+        return wanted
+    name = next(iter(test))
+    return name, guess_direction(name)
+
+
+def misfit(
+    test: Metrics, valid: Metrics, wanted: tuple[str, str] | None, must_validate: bool, named: str
+) -> str:
+    """Why no run of this function can be judged as the comparison asks, or nothing."""
     if wanted is None:
-        name = next(iter(test))
-        return name, guess_direction(name)
+        return ""
+    kept = "What was trained is kept"
     if wanted[0] not in test:
-        raise LabError(
+        return (
             f"The study is judged by {wanted[0]!r}, but {named} returned only {', '.join(test)}. "
-            "Return it, or name another metric."
+            f"{kept}: run it again with --metric {next(iter(test))}, or return {wanted[0]!r}."
         )
-    return wanted
+    if must_validate and wanted[0] not in valid:
+        return (
+            f"--tune chooses settings by {wanted[0]!r} on validation, but {named} gave none. "
+            f'Return {{"test": {{...}}, "valid": {{"{wanted[0]}": ...}}}}, or call '
+            f'trial.log(valid={{"{wanted[0]}": ...}}).'
+        )
+    return ""
 
 
 def guess_direction(metric: str) -> str:

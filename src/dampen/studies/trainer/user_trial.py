@@ -21,7 +21,7 @@ from dampen.deprecated import accepts_old_arguments
 from dampen.handle import Handle, regularize
 from dampen.native import library
 from dampen.studies import environment
-from dampen.studies.errors import LabError, OwnCodeError, Stopped
+from dampen.studies.errors import LabError, OwnCodeError, Refused, Stopped
 from dampen.studies.files import LARGEST, finite
 from dampen.studies.loggers import open_loggers
 from dampen.studies.processes import is_ctrl_c
@@ -55,6 +55,8 @@ from dampen.studies.trainer.user_result import (
     diverged,
     finished,
     judged_by,
+    lost,
+    misfit,
     read_metrics,
     weights_of,
 )
@@ -144,11 +146,17 @@ class Trial:
         """Keep values for curves and the live table; raises `dampen.Stopped` when the trial is to
         end.
 
-        Calls with `valid` make a line of the log each; calls without are averaged until the next
-        such call, or until there are 200. Other keywords are numbers (`lr=...`) or groups of
-        numbers."""
+        Calls with `step`, `epoch` or `valid` make a line of the log each (a log of more than 2,000
+        lines is thinned); other calls are averaged until the next such call, or until there are
+        200. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
+        infinite ends the trial as diverged."""
         with self._clock.pause():
-            if self._log.add({"train": train, "valid": valid, **more}, step, epoch):
+            before = dict(self._log.known.get("train", {}))
+            groups = {"train": train, "valid": valid, **more}
+            due = self._log.add(groups, step, epoch)
+            if bad := lost(self._log.pending[-1]):
+                raise NotFinite(self._count(), bad, before)
+            if due:
                 self._flush(epoch)
             self._report_progress(force=valid is not None)
         if self.stopping:
@@ -291,13 +299,14 @@ class Trial:
     def _finish(self, returned: Any) -> dict[str, Any]:
         """Write the result; drop the checkpoints."""
         if self._spec.methods and not self._handles:
-            raise LabError(
+            raise Refused(
                 f"{self._named()} never called trial.regularize(model), so the methods of "
                 f"{self.row!r} were "
                 "not applied. Call it right after building the model."
             )
         test, valid = read_metrics(returned, self._named())
-        judged = judged_by(test, self._function.metric if self._function else None, self._named())
+        wanted = self._function.metric if self._function else None
+        judged = judged_by(test, wanted)
         known = self._log.known
         if not abs(test[judged[0]]) <= LARGEST:
             name = f"{RETURNED}{judged[0]} = {test[judged[0]]}, the metric of this study"
@@ -314,6 +323,9 @@ class Trial:
         self._report(
             {"kind": "finish", "status": "finished", "test": test, "valid": result["valid"]}
         )
+        must_validate = self._function is not None and self._function.must_validate
+        if problem := misfit(test, result["valid"], wanted, must_validate, self._named()):
+            raise Refused(problem)
         return result
 
     def _diverged(self, bad: NotFinite) -> dict[str, Any]:
@@ -326,6 +338,7 @@ class Trial:
         return result
 
     def _close(self, result: dict[str, Any]) -> None:
+        self._log.write()
         self._log.record.finish(finite(result))
         for logger in self._log.loggers:
             logger.finish(finite(result))
@@ -368,7 +381,8 @@ def train_user_function(
     set_threads(execution, record)
     function = execution.function.load()
     trial = Trial(spec, folder, execution, report, stop)
-    record.start(spec, environment.describe(torch.get_num_threads(), "cpu"))
+    where = environment.describe(torch.get_num_threads(), "cpu")
+    record.start(spec, where | {"code": environment.git_state(execution.function.code.root)})
     report({"kind": "start", "step": 0, "steps": 100, "resumed": 0})
     trial._log.loggers = open_loggers(execution.log_to, folder, spec, trial._resume_step())
     seed_all(spec.seed)
@@ -390,6 +404,7 @@ def train_user_function(
             raise
         raise _locate_error(error, execution.function, trial) from error
     finally:
+        trial._log.write()
         for logger in trial._log.loggers:
             logger.close()
         # The worker's next trial starts from the same state.

@@ -1,0 +1,71 @@
+"""What a kernel is compiled for: what it draws, and how many queries and keys a tile holds, by
+kernel, head size and size of a number.
+
+Chosen ahead of time, from registers, spills and shared memory of the compiled kernels
+(`python -m benchmarks.gpu_compile`); no GPU was timed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NOTHING, HIDE_KEYS, DROP_WEIGHTS, HIDE_TOP = range(4)
+"""What is drawn; `DRAWS` of the kernels."""
+
+
+class Tile(NamedTuple):
+    """Queries, keys, warps and stages of the pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+LARGEST_HEAD = 128
+SMALLEST_HEAD = 16
+
+
+def padded(size: int) -> int:
+    """The power of two that holds a head of `size` channels.
+
+    Args:
+        size: channels of a head.
+
+    >>> padded(72), padded(16)
+    (128, 16)
+    """
+    return max(SMALLEST_HEAD, 1 << (size - 1).bit_length())
+
+
+_TILES = {
+    # (kernel, head size above 64, products of whole warpgroups)
+    ("attend", False, False): Tile(128, 64, 8, 2),
+    ("attend", False, True): Tile(128, 64, 8, 2),
+    ("attend", True, False): Tile(128, 64, 8, 2),
+    ("attend", True, True): Tile(128, 64, 8, 2),
+    ("to_queries", False, False): Tile(128, 32, 8, 2),
+    ("to_queries", False, True): Tile(64, 64, 4, 2),
+    ("to_queries", True, False): Tile(64, 64, 8, 2),
+    ("to_queries", True, True): Tile(64, 64, 4, 2),
+    ("to_keys", False, False): Tile(64, 32, 4, 1),
+    ("to_keys", False, True): Tile(64, 64, 4, 2),
+    ("to_keys", True, False): Tile(64, 64, 8, 1),
+    ("to_keys", True, True): Tile(64, 32, 4, 1),
+}
+
+
+def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool) -> Tile:
+    """The tile of one kernel.
+
+    Args:
+        kernel: attend, to_queries or to_keys.
+        size: channels of a head.
+        itemsize: bytes of a number.
+        warpgroups: the card multiplies with whole warpgroups and keeps sums out of the registers
+            (compute capability 9 and 10).
+    """
+    large = padded(size) > 64
+    if itemsize == 4:
+        return Tile(32, 32, 4, 1) if large or kernel == "to_keys" else Tile(64, 32, 4, 1)
+    return _TILES[kernel, large, warpgroups]
