@@ -46,12 +46,8 @@ from dampen.calls import StepCall as StepCall
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
-<<<<<<< HEAD
-from dampen.names import MATRIX_STAGES, check_keywords, leave_out
-=======
 from dampen.names import LOSS_STAGES as LOSS_STAGES
-from dampen.names import MATRIX_STAGES, leave_out
->>>>>>> main
+from dampen.names import MATRIX_STAGES, check_keywords, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import STEP_STAGES as STEP_STAGES
