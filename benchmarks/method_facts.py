@@ -51,6 +51,13 @@ FACTS = {
         "for images and audio, where neighbouring keys carry the same thing; add Consistency for a stronger effect",
         "where a token and its neighbour mean different things (code, tables)",
     ),
+    "confidence_penalty": _facts(
+        r"J = \lambda\, \mathrm{mean}\,\big(\log C - H(\mathrm{softmax}(z))\big)",
+        "`ConfidencePenalty(0.1)`",
+        {"images": "0.1 (the paper)", "text": "up to 2 (the paper)"},
+        "when predictions are overconfident and label smoothing is not available in the trainer",
+        "beside label smoothing: both do the same",
+    ),
     "consistency": _facts(
         r"J = \lambda\, \mathrm{KL}\big(\mathrm{softmax}(z_1) \,\Vert\, \mathrm{softmax}(z_2)\big)",
         "`Consistency(1.0)` beside a random method",
@@ -133,6 +140,13 @@ FACTS = {
         "the ordinary dropout that most papers compare with",
         "beside a model's own dropout at the same place (print(reg) lists it)",
     ),
+    "flooding": _facts(
+        r"\tilde L = |L - b| + b",
+        "`Flooding(0.05)`",
+        {"classification": "level 0 to 0.1, tuned on validation (the paper)"},
+        "when the training loss goes to 0 and the validation loss rises",
+        "with a level above what validation reaches: training then never gets there",
+    ),
     "hard_masking": _facts(
         r"L'_{ij} = -\infty \text{ (or } 0 \text{) with probability } p \text{ for } j \in \mathrm{top}_k(L_i)",
         "`HardMasking(0.2)`",
@@ -153,6 +167,16 @@ FACTS = {
         {"fine-tuning text": "0.1", "HiddenKey": "0.1 beside column DropKey and R-Drop"},
         "the residual dropout of the original Transformer, in models that have none",
         "beside the model's own hidden dropout",
+    ),
+    "input_masking": _facts(
+        r"e_i' = m_i\, e_i, \quad m_i \sim \mathrm{Bernoulli}(1-p), \text{ labels unchanged}",
+        "`InputMasking(0.15)`",
+        {
+            "pre-training a decoder": "0.15 (MEAP)",
+            "fine-tuning a decoder": "0.1 (MEAP); two_pass=True keeps the plain loss beside it",
+        },
+        "for language models that ignore parts of a long input",
+        "where single tokens carry the label: short texts, code",
     ),
     "layer_drop": _facts(
         r"x_{l+1} = x_l + m_l\,(f_l(x_l) - x_l), \quad m_l \sim \mathrm{Bernoulli}(1-p)",
@@ -221,6 +245,13 @@ FACTS = {
         },
         "nearly free: training does not change, and the average is often better than the last weights",
         "where the learning rate falls to 0: the last weights are nearly their own average",
+    ),
+    "z_loss": _facts(
+        r"J = \lambda\, \mathrm{mean}\, \log^2 Z, \quad Z = \sum_j e^{z_j}",
+        "`ZLoss(1e-4)`",
+        {"language models": "1e-4 (PaLM)"},
+        "when logits drift and training in bfloat16 becomes unstable",
+        "expecting better generalization: it is about stability",
     ),
     "weight_decay": _facts(
         r"w \leftarrow w - \eta\,(u + \lambda\, w), \quad \text{cautious: } "

@@ -28,7 +28,7 @@ from dampen.hooks.sampling import sampling_own
 from dampen.hooks.swap import swap
 from dampen.hooks.weights import carrying
 from dampen.native.library import use_native_kernels
-from dampen.regularizer import STEP_STAGES, Regularizer
+from dampen.regularizer import LOSS_STAGES, STEP_STAGES, Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.two_pass.reuse import SharedBlocks
 
@@ -119,10 +119,11 @@ def _chosen(methods: Any) -> list[Any]:
 
 def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
     """Let the model's own output carry the penalties."""
-    comparing = next((m for m in reg.methods if m.passes > 1), None)
+    comparing = next((m for m in reg.methods if _needs_loss(m)), None)
     if comparing is not None:
+        reads = "compares two passes" if comparing.passes > 1 else "reads the output or the loss"
         raise ValueError(
-            f"regularize(..., attach_to_loss={scale!r}): {type(comparing).__name__} compares two passes, and "
+            f"regularize(..., attach_to_loss={scale!r}): {type(comparing).__name__} {reads}, and "
             "one forward cannot carry that. Use an integration (dampen.integrations) or reg.loss for it, and "
             "attach penalties only."
         )
@@ -167,6 +168,11 @@ class Handle(OldNames):
     def in_loss(self) -> bool:
         """Whether `reg.loss` is under way."""
         return self._ledger.asked()
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether a method looks at the model's logits in `reg.loss`."""
+        return any("outputs" in r.stages for r in self.clones)
 
     @property
     def passes(self) -> int:
@@ -240,7 +246,8 @@ class Handle(OldNames):
             self._taken()
         )  # what waits from forwards before this one counts once, however many passes follow
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
-        passes = max((r.passes for r in comparing), default=1)
+        several = [r for r in self.clones if r.passes > 1 and self._acts(r)]
+        passes = max((r.passes for r in several), default=1)
         with self._ledger.asking():
             if passes == 1:
                 outputs.append(forward())
@@ -250,6 +257,8 @@ class Handle(OldNames):
                 with self.prefix.step(passes, self.model):
                     for i in range(passes):
                         self.prefix.begin(i, passes)
+                        for r in several:
+                            r.turn = i
                         outputs.append(forward())
                         for name, value in self._taken().items():
                             terms[name] = terms.get(name, 0.0) + value / passes
@@ -257,12 +266,21 @@ class Handle(OldNames):
             taken = [_logits(o, logits) for o in outputs]
             with self._ledger.asking():
                 for r in comparing:
-                    r.outputs(taken, valid)
+                    r.outputs(taken[: r.passes] if r.passes > 1 else taken, valid)
             terms |= self._taken()
         tasks = [
             criterion(o) for o in outputs
         ]  # in a tiny model each operation counts, a division by one too
         task = sum(tasks[1:], start=tasks[0]) / len(tasks) if len(tasks) > 1 else tasks[0]
+        weighted = [w for r in several if (w := r.pass_weights()) is not None]
+        if weighted:
+            task = torch.stack([w * t for w, t in zip(weighted[0], tasks, strict=True)]).sum()
+        flooding = [r for r in self.clones if "task" in r.stages and self._acts(r)]
+        if flooding:
+            with self._ledger.asking():
+                for r in flooding:
+                    r.task(task)
+            terms |= self._taken()
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:
@@ -276,10 +294,13 @@ class Handle(OldNames):
         """Take the penalties made since they were last taken, by method and term, summed over layers and forwards:
         both of a siamese step count. Forwards in eval and under `no_grad` add none."""
         self._alive()
-        comparing = next((r for r in self.clones if r.passes > 1 and self._acts(r)), None)
+        comparing = next((r for r in self.clones if _needs_loss(r) and self._acts(r)), None)
         if comparing is not None:
+            reads = "the output and the task loss"
+            if comparing.passes > 1:
+                reads = f"{comparing.passes} passes"
             raise RuntimeError(
-                f"{type(comparing).__name__} compares {comparing.passes} passes, and one forward has no penalty of it. "
+                f"{type(comparing).__name__} compares {reads}, and one forward has no penalty of it. "
                 "Let the handle run them: loss, terms = reg.loss(lambda: model(x), criterion)."
             )
         if self.model.training and torch.is_grad_enabled():
@@ -533,6 +554,11 @@ class Handle(OldNames):
 
     def __repr__(self) -> str:
         return describe(self)
+
+
+def _needs_loss(method: Regularizer) -> bool:
+    """Whether a method acts in `reg.loss` alone."""
+    return method.passes > 1 or bool(method.stages & set(LOSS_STAGES))
 
 
 def _logits(output: Any, take: Callable[[Any], Tensor] | None) -> Tensor:

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 STEP_STAGES = ("before_step", "after_step")
 """Around a step of the optimizer, outside the forward."""
-MODEL_STAGES = ("inputs", "embeddings", "outputs", "after_step")
+MODEL_STAGES = ("inputs", "embeddings", "outputs", "task", "after_step")
+LOSS_STAGES = ("outputs", "task")
+"""Those that `reg.loss` alone can run."""
 BLOCK_STAGES = ("tokens", "branch", "block")
 LINEAR_STAGES = ("operands", "product")
 ATTENTION_STAGES = ("qkv", "mask", "logits", "probs", "heads")
@@ -28,7 +30,7 @@ STAGES = (
     *ATTENTION_STAGES,
     "branch",
     "block",
-    "outputs",
+    *LOSS_STAGES,
     *STEP_STAGES,
 )
 """All of them, in the order in which the data meets them."""

@@ -1,11 +1,11 @@
 """What a regularizer is. Read this file first.
 
-A regularizer is an `nn.Module` that overrides some of fifteen named **stages** which the data meets on its way through
+A regularizer is an `nn.Module` that overrides some of sixteen named **stages** which the data meets on its way through
 a Transformer, and the weights in a step of the optimizer. What it overrides is its declaration; there is no config
 class beside it:
 
     batch -> inputs -> embeddings -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads)
-    -> branch -> block] x L -> outputs; before_step -> after_step
+    -> branch -> block] x L -> outputs -> task; before_step -> after_step
 
 Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
 (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
@@ -46,6 +46,7 @@ from dampen.calls import StepCall as StepCall
 from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
+from dampen.names import LOSS_STAGES as LOSS_STAGES
 from dampen.names import MATRIX_STAGES, check_keywords, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
@@ -105,6 +106,11 @@ class Regularizer(nn.Module):
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
     needs_module: ClassVar[bool] = False
     """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
+    reads_ids: ClassVar[bool] = False
+    """True where `embeddings` reads `self.input_ids`, the integer input of the embedding."""
+    input_ids: Tensor | None = None
+    turn: int = 0
+    """The number of the pass under way, from 0, for a method with several passes."""
     replaces_weight_decay: ClassVar[bool] = False
     """True for a method that decays weights: the optimizer's own decay is then switched off."""
     takes_jacobian: bool = False
@@ -257,6 +263,9 @@ class Regularizer(nn.Module):
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
         """One model output (logits) per pass; `valid` is False on padded positions."""
 
+    def task(self, loss: Tensor) -> None:
+        """The task loss of the step, the mean over its passes; what is penalized is added to it."""
+
     def before_step(self, call: StepCall) -> Callable[[], None] | None:
         """Before a step of an optimizer that was given to `reg.attach_optimizer`, in every layer;
         what it returns runs after the step."""
@@ -264,6 +273,10 @@ class Regularizer(nn.Module):
 
     def after_step(self, call: StepCall) -> None:
         """After a step of such an optimizer, once for the whole model."""
+
+    def pass_weights(self) -> tuple[float | Tensor, ...] | None:
+        """For methods with several passes: the factors of their task losses; None for the mean."""
+        return None
 
     def averaged_weights(self) -> Mapping[str, Tensor] | None:
         """For methods that average weights: what `reg.averaged()` puts into the model, by name."""

@@ -149,7 +149,7 @@ def with_companion(methods: list[Regularizer]) -> list[Regularizer]:
     Args:
         methods: regularizers to attach.
     """
-    if any(m.passes > 1 for m in methods) and not any(
+    if any(m.passes > 1 and not m.stochastic for m in methods) and not any(
         m.stochastic and m.passes == 1 for m in methods
     ):
         return [*methods, DropKey(0.2)]

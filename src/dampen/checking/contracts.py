@@ -33,7 +33,14 @@ from dampen.checking.attached import (
 from dampen.checking.pairs import beside, order
 from dampen.checking.subjects import ENCODER, SHALLOW, SHORT_ENCODER, Subject
 from dampen.handle import regularize
-from dampen.regularizer import STAGES, STEP_STAGES, Regularizer, UnsupportedModel, needs_matrix
+from dampen.regularizer import (
+    LOSS_STAGES,
+    STAGES,
+    STEP_STAGES,
+    Regularizer,
+    UnsupportedModel,
+    needs_matrix,
+)
 from dampen.schedules import always_zero
 
 
@@ -490,7 +497,7 @@ class _FusedCalls(TorchDispatchMode):
 def _watch_stages(clones: list[Regularizer]) -> None:
     """Wrap the stages of the clones so that a changed shape or dtype raises."""
     for clone in clones:
-        for stage in clone.stages & (set(STAGES) - {"mask", "outputs", "inputs", *STEP_STAGES}):
+        for stage in clone.stages & (set(STAGES) - {"mask", "inputs", *LOSS_STAGES, *STEP_STAGES}):
             object.__setattr__(clone, stage, _watched(clone, stage))
 
 

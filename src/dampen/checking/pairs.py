@@ -39,7 +39,7 @@ COMPANIONS: dict[str, Make] = {
 """One method for each kind of place that methods act on, to be put beside the one that is checked.
 """
 
-_UPSTREAM = {"tokens", "outputs"}
+_UPSTREAM = {"tokens", "outputs", "task"}
 """Methods with these stages change how many tokens there are, or compare whole outputs: nothing is
 the same layer input with and without them."""
 

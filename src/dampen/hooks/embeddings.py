@@ -75,8 +75,12 @@ def embedding_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if is_empty(x):
             return out
         valid = fit_mask(None if site.masks is None else site.masks.mask, x)
+        ids = next((a for a in args if isinstance(a, Tensor) and not a.is_floating_point()), None)
         for r in active:
+            if r.reads_ids:
+                r.input_ids = ids
             x = r.embeddings(x, valid)
+            r.input_ids = None
         return with_first(out, x)
 
     return forward

@@ -112,7 +112,7 @@ class Regularized:
                 num_items_in_batch=num_items_in_batch,
                 **kwargs,
             )
-        valid = valid_positions(inputs, shifted(self)) if reg.passes > 1 else None
+        valid = valid_positions(inputs, shifted(self)) if reg.reads_outputs else None
         last: list[Any] = []
 
         def forward() -> tuple[Tensor, Tensor | None]:
@@ -127,10 +127,10 @@ class Regularized:
             )
             if return_outputs:
                 loss, last[:] = loss[0], [loss[1]]
-            return loss, self._dampen_predictions(watch) if reg.passes > 1 else None
+            return loss, self._dampen_predictions(watch) if reg.reads_outputs else None
 
         trainer: Any = self
-        below = backbone_of(trainer.model) if reg.passes > 1 else None
+        below = backbone_of(trainer.model) if reg.reads_outputs else None
         with watching(trainer.model, reg, below) as watch:
             total, terms = reg.loss(
                 forward, lambda pair: pair[0], logits=lambda pair: pair[1], valid=valid

@@ -88,7 +88,7 @@ class Regularize(Callback):
                 outputs = [self.logits(output) for output in outputs]
             return predictions(outputs)
 
-        if not (self.valid is not None and self.reg.passes > 1):
+        if not (self.valid is not None and self.reg.reads_outputs):
             valid = None
         else:
             valid = self.valid(batch)

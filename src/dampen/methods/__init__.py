@@ -20,9 +20,11 @@ from dampen.methods.explicit_dropout import ExplicitDropout
 from dampen.methods.hard_masking import HardMasking
 from dampen.methods.head_diversity import HeadDiversity
 from dampen.methods.hidden_key import hidden_key
+from dampen.methods.input_masking import InputMasking
 from dampen.methods.layer_drop import LayerDrop
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
+from dampen.methods.output_losses import ConfidencePenalty, Flooding, ZLoss
 from dampen.methods.patch_dropout import PatchDropout
 from dampen.methods.r_drop import RDrop
 from dampen.methods.skip_ablation import SkipAblation
@@ -34,6 +36,7 @@ __all__ = [
     "AroraDropout",
     "AttentionEntropy",
     "BlurredAttention",
+    "ConfidencePenalty",
     "Consistency",
     "DropAttention",
     "DropConnect",
@@ -44,9 +47,11 @@ __all__ = [
     "ExplicitDropout",
     "ExplicitMixout",
     "FeedForwardDropout",
+    "Flooding",
     "HardMasking",
     "HeadDiversity",
     "HiddenDropout",
+    "InputMasking",
     "LayerDrop",
     "Mixout",
     "NEFTune",
@@ -57,5 +62,6 @@ __all__ = [
     "TokenGraying",
     "WeightAverage",
     "WeightDecay",
+    "ZLoss",
     "hidden_key",
 ]

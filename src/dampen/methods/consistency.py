@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import torch
 from torch import Tensor
 
 from dampen._torch import is_empty
@@ -25,10 +27,14 @@ class Consistency(Regularizer):
     sigma, LayerDrop, DropConnect) or batch norm's statistics. Else two forwards run; `print(reg)`
     says which and why. The task loss is the mean over both passes. Needs `reg.loss`.
 
+    With more than two `passes` the divergence is the mean over all pairs i < j of passes, and a step
+    costs as many forwards.
+
     Args:
         weight: lambda.
         symmetric: both directions of the divergence.
         axis: the axis of the classes in the model's output.
+        passes: forwards per step, 2 or more.
 
     >>> import torch, dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
@@ -43,18 +49,25 @@ class Consistency(Regularizer):
     stochastic = False
     weight: Tensor
 
-    def __init__(self, weight: Value = 1.0, symmetric: bool = False, axis: int = -1) -> None:
+    def __init__(
+        self, weight: Value = 1.0, symmetric: bool = False, axis: int = -1, passes: int = 2
+    ) -> None:
         super().__init__()
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 2:
+            raise ValueError(f"Consistency: passes is a count from 2, got {passes!r}.")
+        self.passes = passes  # type: ignore[misc]
         self.scheduled("weight", weight, high=math.inf)
         self.symmetric, self.axis = symmetric, axis
 
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
-        first, second = (o.movedim(self.axis, -1) for o in outputs)
-        value = divergence(first, second, valid, self.symmetric)
+        pairs = list(itertools.combinations([o.movedim(self.axis, -1) for o in outputs], 2))
+        each = [divergence(a, b, valid, self.symmetric) for a, b in pairs]
+        value = each[0] if len(each) == 1 else torch.stack(each).mean()
         self.penalize(as_wide(self.current("weight"), value) * value)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, symmetric={self.symmetric}"
+        more = f", passes={self.passes}" if self.passes > 2 else ""
+        return f"{super().extra_repr()}, symmetric={self.symmetric}{more}"
 
 
 def divergence(

@@ -23,8 +23,13 @@ class NEFTune(Regularizer):
     Differences from the paper: the authors' code, and transformers', count padded tokens in n.
     Instead of transformers' own `neftune_noise_alpha`, never beside it: both would add noise.
 
+    `symmetric=True` is SymNoise (arXiv 2312.01523): u is -1 or 1 with equal probability, and the
+    second half of the batch gets the noise of the first with its sign turned. In the paper every
+    sample is seen with both signs in one batch of twice the size; here the batch stays as it is.
+
     Args:
         alpha: how strong; a number, or a schedule over training. The paper takes 5, 10 or 15.
+        symmetric: signs instead of uniform noise, in opposite pairs over the batch.
 
     >>> import torch, dampen
     >>> e = torch.zeros(2, 4, 9)
@@ -36,8 +41,10 @@ class NEFTune(Regularizer):
     acts_first = True
     alpha: Tensor
 
-    def __init__(self, alpha: Value = 5.0) -> None:
+    def __init__(self, alpha: Value = 5.0, symmetric: bool = False) -> None:
         super().__init__()
+        self.symmetric = symmetric
+        self.per_sample = not symmetric
         self.scheduled("alpha", alpha, high=math.inf)
 
     def inspect_model(self, model: nn.Module) -> None:
@@ -52,6 +59,10 @@ class NEFTune(Regularizer):
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         noise = torch.rand(x.shape, device=x.device) * 2 - 1
+        if self.symmetric:
+            half = len(x) // 2
+            first = noise[: len(x) - half].sign()
+            noise = torch.cat([first, -first[:half]])
         if valid is None:
             # windows and maps too: (B, H, W, D)
             count = torch.full((), max(1, x.shape[1:].numel()), device=x.device)
