@@ -64,7 +64,8 @@ GROUPS = {
     "Blocks and residual branches": ("branch", "block"),
     "Linear layers and weights": ("operands", "product"),
     "Inputs, embeddings and tokens": ("inputs", "embeddings", "tokens"),
-    "Outputs and loss": ("outputs",),
+    "Outputs and loss": ("outputs", "task"),
+    "The training step": ("before_step", "after_step"),
 }
 """Where a method acts: the first group with one of its stages."""
 OTHER = "Others"
