@@ -138,12 +138,12 @@ def test_verdicts_filter_and_columns_are_chosen(page):
     assert page.run(visible) < before
     page.click(".view details:first-child label:first-child input")
     assert page.run(visible) == before
-    page.click(".view details:nth-child(2) label:nth-child(2) input")
+    page.click(".view details:nth-child(2) label:nth-child(3) input")
     hidden = (
         "[...document.querySelectorAll('[data-table] td.settings')].every(c => !c.offsetParent)"
     )
     assert page.run(hidden)
-    page.click(".view details:nth-child(2) label:nth-child(2) input")
+    page.click(".view details:nth-child(2) label:nth-child(3) input")
     means = "[...document.querySelectorAll('[data-table] tbody tr')].map(r => Number(r.cells[4].dataset.v))"
     assert page.run(means) == sorted(page.run(means), reverse=True)
 

@@ -237,10 +237,10 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
         heads.append(
             Head("Verdict", "verdict", "against the baseline, in agreement with the interval")
         )
-    heads.append(Head("Settings", "settings", "the values it was run with, defaults too"))
     heads.append(
         Head("Cost", "num", "time of a training step relative to the baseline, or seconds")
     )
+    heads.append(Head("Settings", "settings", "the values it was run with, defaults too"))
     heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
     if table.main_reference:
         heads.append(
@@ -274,8 +274,8 @@ def _row(
     cells = [
         _cell(entry.name, entry.name),
         *([_verdict_cell(entry, table)] if compared else []),
-        _settings_cell(entry, table),
         _cost_cell(entry),
+        _settings_cell(entry, table),
     ]
     cells.append(_narrow(number(entry.summary.mean, entry.summary.sd, table.metric)))
     cells += [_difference_cell(entry, table)] if compared else []

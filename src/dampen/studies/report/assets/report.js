@@ -82,7 +82,7 @@
   const closeHelp = () => { help.hidden = true; document.querySelectorAll("button.help").forEach((b) => b.setAttribute("aria-expanded", "false")); };
   document.querySelectorAll("th[data-help]").forEach((head) => {
     const title = head.dataset.title ?? head.textContent;
-    const button = make("button", { type: "button", className: "help", textContent: "?", ariaLabel: `About ${title}`, ariaExpanded: "false" });
+    const button = make("button", { type: "button", className: "help", ariaLabel: `About ${title}`, ariaExpanded: "false" });
     button.addEventListener("click", (event) => {
       event.stopPropagation();
       const open = button.getAttribute("aria-expanded") === "true";
@@ -171,7 +171,7 @@
       if (!(name in known)) return;
       const first = span.firstChild;
       const button = make("button", { type: "button", className: "open", textContent: first.textContent.trim() });
-      first.replaceWith(button);
+      first.replaceWith(button, " ");
       button.addEventListener("click", () => open(name));
     });
   });
