@@ -27,6 +27,7 @@ class Advice:
     pick: str | None
     code: str = ""  # the line of Python that puts the recommended method into a model
     seeds: str = ""  # the command that adds seeds to inconclusive methods
+    rule: str = ""  # how the recommended method was chosen
 
 
 def advise(table: ResultTable) -> Advice:
@@ -49,6 +50,7 @@ def advise(table: ResultTable) -> Advice:
         pick.name if pick else None,
         regularize_line(pick, reference) if pick else "",
         more_seeds(table),
+        RULE.format(baseline=reference.name) if pick and reference else "",
     )
 
 
@@ -62,10 +64,13 @@ def answered(advice: Advice) -> list[tuple[str, str]]:
         advice: the three answers.
     """
     parts = (advice.which, advice.cost, advice.trust)
-    return [
+    shown = [
         (question, f"{part.headline}. {' '.join(part.details[:most])}".replace("..", "."))
         for question, part, most in zip(QUESTIONS, parts, (9, 2, 2), strict=True)
     ]
+    if advice.rule:
+        shown[0] = (shown[0][0], f"{shown[0][1]} {advice.rule}")
+    return shown
 
 
 def _recommended(better: list[Entry], table: ResultTable) -> Entry | None:
@@ -126,9 +131,8 @@ def _which(
         others = [e.name for e in better if e is not pick]
         if others:
             details.append(f"Also better than {reference.name}: {listed(others)}.")
-        rule = RULE.format(baseline=reference.name)
         return Answer(
-            f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table), rule], "good"
+            f"Use {pick.name}", [*details, *told_elsewhere, *_others(compared, table)], "good"
         )
     if elsewhere:
         return Answer("It depends on the model", [*told_elsewhere, *_others(compared, table)])
