@@ -43,7 +43,20 @@ Out = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes at once; default: one per core.", rich_help_panel=RUNNING),
+    typer.Option(
+        min=1,
+        help="Processes at once; default: one per GPU, or per core.",
+        rich_help_panel=RUNNING,
+    ),
+]
+PerGpu = Annotated[
+    int | None,
+    typer.Option(
+        "--per-gpu",
+        min=1,
+        help="Processes that share a GPU; default: 1.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 Tensorboard = Annotated[
     bool,

@@ -20,6 +20,7 @@ from dampen.cli.common import (
     Json,
     Loggers,
     Out,
+    PerGpu,
     Settings,
     Tensorboard,
     Weights,
@@ -121,6 +122,7 @@ def compare(
     ] = "local",
     address: Address = None,
     workers: Workers = None,
+    per_gpu: PerGpu = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -164,7 +166,7 @@ def compare(
     refuse_search(search)
     tuning = tune is not None
     check_budget(budget)
-    options = engine_options(engine, workers, address)
+    options = engine_options(engine, workers, address, per_gpu)
     if train is not None:
         refuse_options_of_the_trainer(
             {

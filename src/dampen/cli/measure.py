@@ -295,7 +295,9 @@ def _print(results: list[dict[str, Any]], what: str) -> None:
         console.print(f"Next: dampen report {what}", soft_wrap=True, markup=False)
 
 
-@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build")
+@command(
+    "dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build\ndampen doctor --gpu"
+)
 def doctor(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
@@ -305,6 +307,12 @@ def doctor(
         typer.Option(
             "--build",
             help="First build the native kernels for this processor, unless they are there.",
+        ),
+    ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Compare the GPU kernels with dense attention; writes dampen-gpu.json."
         ),
     ] = False,
     as_json: Json = False,
@@ -320,6 +328,10 @@ def doctor(
             err=True,
         )
     findings = examine(data_dir, out)
+    if gpu:
+        from dampen.studies.doctor import try_gpu
+
+        findings += try_gpu(Path("dampen-gpu.json"))
     if as_json:
         print_json(to_json(findings))
     else:

@@ -17,6 +17,7 @@ from dampen.cli.common import (
     Json,
     Loggers,
     Out,
+    PerGpu,
     Settings,
     Tensorboard,
     Weights,
@@ -61,6 +62,7 @@ def run(
     engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
+    per_gpu: PerGpu = None,
     search: SearchBy = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
@@ -77,7 +79,7 @@ def run(
     from dampen.studies.processes import warm_up
 
     refuse_search(search)
-    chosen = engine_options(engine, workers, address)
+    chosen = engine_options(engine, workers, address, per_gpu)
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]

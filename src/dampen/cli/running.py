@@ -334,13 +334,16 @@ Address = Annotated[
 SearchBy = Annotated[str | None, typer.Option("--search", hidden=True)]
 
 
-def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
+def engine_options(
+    engine: str, workers: int | None, address: str | None, per_gpu: int | None = None
+) -> dict[str, Any]:
     """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts.
 
     Args:
         engine: local or ray.
         workers: processes at once.
         address: of a Ray cluster.
+        per_gpu: processes that share a GPU, of the local engine.
     """
     from dampen.studies.engines import check_engine
 
@@ -349,7 +352,12 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
         raise ConfigError(
             "--address", [f"only --engine ray has an address, the engine is {engine!r}"]
         )
-    return {"engine": engine, "workers": workers} | (
+    if per_gpu is not None and engine != "local":
+        raise ConfigError(
+            "--per-gpu", [f"only --engine local shares GPUs this way, the engine is {engine!r}"]
+        )
+    shared = {} if per_gpu is None else {"per_gpu": per_gpu}
+    return {"engine": engine, "workers": workers, **shared} | (
         {"address": address} if engine == "ray" else {}
     )
 

@@ -203,6 +203,31 @@ FORMATS = (
 """Formats of the user's own data, which nobody can fetch."""
 
 
+def try_gpu(path: Path) -> list[Finding]:
+    """Compare every form of the GPU kernels with dense attention, and write a file to send in.
+
+    Args:
+        path: of the file.
+    """
+    import torch
+
+    from dampen.kernels.triton import trial
+    from dampen.studies.files import write_json
+
+    if why := trial.missing():
+        return [Finding("GPU kernels", True, f"not used: {why}; attention runs on torch")]
+    if not torch.cuda.is_available():
+        return [Finding("GPU kernels", True, "not used: torch finds no GPU")]
+    report = trial.report(torch.device("cuda", torch.cuda.current_device()))
+    write_json(path, report)
+    wrong = {form: why for form, why in report["forms"].items() if why != "ok"}
+    told = "; ".join(f"{form}: {why}" for form, why in list(wrong.items())[:3])
+    forms = len(report["forms"])
+    found = f"{report['card']}: {forms - len(wrong)} of {forms} forms agree with dense attention"
+    remedy = f"those run on torch ({told}). Please send in {path}" if wrong else ""
+    return [Finding("GPU kernels", not wrong, f"{found} (written to {path})", remedy)]
+
+
 def _data(data_dir: str | None) -> list[Finding]:
     """Data sets that have a name of their own; formats of the user's files are none."""
     from dampen.studies.data import list_data
