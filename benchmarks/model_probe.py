@@ -426,7 +426,6 @@ class Probe:
                     seen[b.module] += 1
         seen = Counter()
         found: dict[str, bool] = {}
-        reached_kinds: set[str] = set()
         attending = {c.module for c in facts.cores}
         pending = []
         for b in facts.branches:
@@ -435,11 +434,10 @@ class Probe:
             if any(b.samples_zero) or (len(b.shape) == 2 and b.shape[0] == self.samples):
                 continue  # one vector per sample: tokens were pooled before
             pending.append((b, bool(hit[key])))
-            if hit[key]:
-                reached_kinds.add(_kind(b.module))
         for i, (b, reached) in enumerate(pending):
-            if _kind(b.module) not in reached_kinds and b.module in attending:
-                continue  # positions added to queries and keys
+            of_attention = any(f"{b.module}.".startswith(f"{m}.") for m in attending if m)
+            if not reached and (of_attention or b.partial):
+                continue  # positions inside attention, sums of groups of channels (EdgeNeXt)
             above = any(
                 n.startswith(b.module + ".") or not b.module for n in layers_of(self.report)
             )
@@ -770,11 +768,6 @@ def depth_finding(cores: list[Core]) -> Finding:
 def _root(site: str) -> str:
     """The name up to its first number."""
     return re.split(r"\.?\d", site, maxsplit=1)[0]
-
-
-def _kind(module: str) -> str:
-    """The name without its last number: what layers of one list share."""
-    return re.sub(r"\d+(?=\D*$)", "#", module)
 
 
 def layers_of(report: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ A case is a function of its number: `--first 1234 --cases 1` runs one again. `--
 the kernels read at the end of its memory, with a page without access behind it: a read past the end
 ends the process. `--sanitize` builds the kernels with AddressSanitizer and
 UndefinedBehaviorSanitizer in a cache of their own and runs under them. `--record` runs the cases in
-processes of 5,000, so that one that crashes is counted, and keeps the counts in
+processes of 2,500, so that one that crashes is counted, and keeps the counts in
 `benchmarks/records/native_fuzz.json`. The same command continues an interrupted record.
 
 Attention is compared with `F.scaled_dot_product_attention` in float64, forward and backward, with
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, tor
 """Of a number of size 1 and of a sum of sizes that grow with it."""
 MAP_NORESERVE = 0x4000
 """Linux: Python 3.11 has no name for it. Address space is taken, memory is not."""
-CHUNK = 5_000
+CHUNK = 2_500
 """Cases of one process under `--record`."""
 RECORD = Path(__file__).parent / "records" / "native_fuzz.json"
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -g -O1"
@@ -364,8 +365,9 @@ def attention_case(draw: random.Random, guard: bool, counts: Counts) -> None:
     q, k, v = tensors
     scale, seed = draw.choice([0.1, 0.3, d**-0.5]), draw.randrange(2**62)
     reach = q.detach().double() @ k.detach().double().repeat_interleave(heads // groups, 1).mT
-    if reach.numel():  # a weight that is too small for a float32 would look hidden
-        scale = min(scale, 30 / max(1.0, float(reach.nan_to_num().abs().max())))
+    if reach.numel():  # a weight that is too small for its dtype would look hidden
+        most = 7 if torch.float16 in (dtype, v_dtype) else 30
+        scale = min(scale, most / max(1.0, float(reach.nan_to_num().abs().max())))
     methods = [] if method is None else [method.train()]
     torch.set_num_threads(draw.choice([1, 1, 1, 2]))
     elsewhere = (
@@ -614,10 +616,15 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
                 cut = (draw.randrange(3) * heads * size, heads * size)
                 y = y[..., cut[0] : sum(cut)].unflatten(-1, (heads, size)).transpose(1, 2)
             factor = draw.choice([0.1, 1.0])
-            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version))
+            rows = None  # or 0 for padding, and weights between
+            if draw.random() < 0.5:
+                rows = torch.rand(b, n, device="cpu").mul_(2).sub_(0.7).clamp_(0, 1)
+                rows = guarded(rows) if guard else rows
+            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version, rows))
             wide = [t.detach().double().requires_grad_() for t in (x, weight)]
             own = wide[1] if cut is None else wide[1][cut[0] : sum(cut)]
-            value = value + factor * (wide[0] @ own.mT).square().sum()
+            squares = (wide[0] @ own.mT).square().sum(-1)
+            value = value + factor * (squares if rows is None else squares * rows).sum()
             leaves += [x, weight] + ([] if bias is None else [bias])
             wide_leaves += [*wide] + (
                 [] if bias is None else [torch.zeros_like(bias, dtype=torch.float64)]
@@ -675,6 +682,7 @@ def main() -> None:
     parser.add_argument("--guarded", action="store_true")
     parser.add_argument("--sanitize", action="store_true")
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once, with --record")
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)  # of one process of a record
     options = parser.parse_args()
     if options.record:
@@ -696,39 +704,59 @@ def main() -> None:
 
 def record(options: argparse.Namespace) -> int:
     """Run the cases in chunks, each in a process of its own, and keep the counts after each chunk."""
-    from dampen.studies.bench.timing import machine
-    from dampen.studies.files import write_json
-
     how = "sanitized" if options.sanitize else "guarded" if options.guarded else "bare"
     command = f"python -m benchmarks.native_fuzz --cases {options.cases} --first {options.first}"
     command += " --sanitize" * options.sanitize + " --guarded" * options.guarded + " --record"
-    with tempfile.TemporaryDirectory() as folder:
-        found, cache = Path(folder, "counts.json"), Path(folder, "cache")
-        environment = {**os.environ, "DAMPEN_CACHE": str(cache)}
+    row = _recorded().get(how, {})
+    if row.get("command") != command:
+        row = {"command": command, "done": [], "crashes": [], "counts": vars(Counts())}
+    firsts = range(options.first, options.first + options.cases, CHUNK)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        environment = {**os.environ, "DAMPEN_CACHE": str(Path(folder, "cache"))}
         if options.sanitize:
-            environment = sanitized_environment(cache)
-        while True:
-            records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-            row = records.get(how, {})
-            if row.get("command") != command:
-                row = {"command": command, "done": 0, "crashes": [], "counts": vars(Counts())}
-            first, left = options.first + row["done"], options.cases - row["done"]
-            if left <= 0:
-                return int(bool(row["crashes"] or row["counts"]["failed"]) or abs(row["z"]) > 5)
-            count, flags = min(left, CHUNK), ["--guarded"] * options.guarded
-            found.unlink(missing_ok=True)
-            arguments = ["--first", str(first), "--cases", str(count), *flags, "--json", str(found)]
-            code = _process(arguments, environment)
-            row["done"] += count
-            counts = Counts(**row["counts"])
-            counts.runs = collections.Counter(counts.runs)
-            if found.exists():
-                counts.add(json.loads(found.read_text()))
-            else:
-                row["crashes"].append(f"cases {first} to {first + count - 1}: exit code {code}")
-            row |= {"counts": vars(counts), "z": counts.z(), "machine": machine()}
-            records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-            write_json(RECORD, records | {how: row})
+            environment = sanitized_environment(Path(folder, "cache"))
+        end = options.first + options.cases
+        left = [
+            pool.submit(
+                _chunk, first, min(CHUNK, end - first), options.guarded, folder, environment
+            )
+            for first in firsts
+            if first not in row["done"]
+        ]
+        for chunk in as_completed(left):
+            _keep(how, row, *chunk.result())
+    return int(bool(row["crashes"] or row["counts"]["failed"]) or abs(row["z"]) > 5)
+
+
+def _chunk(
+    first: int, count: int, guarded: bool, folder: str, environment: dict[str, str]
+) -> tuple[int, int, Path]:
+    """Some cases in another process: their first, its exit code, and where it wrote the counts."""
+    found = Path(folder, f"{first}.json")
+    flags = ["--guarded"] * guarded
+    arguments = ["--first", str(first), "--cases", str(count), *flags, "--json", str(found)]
+    return first, _process(arguments, environment), found
+
+
+def _keep(how: str, row: dict[str, Any], first: int, code: int, found: Path) -> None:
+    """Add the counts of a chunk to the record."""
+    from dampen.studies.bench.timing import machine
+    from dampen.studies.files import write_json
+
+    counts = Counts(**row["counts"])
+    counts.runs = collections.Counter(counts.runs)
+    if found.exists():
+        counts.add(json.loads(found.read_text()))
+    else:
+        row["crashes"].append(f"cases from {first}: exit code {code}")
+    row["done"] = sorted([*row["done"], first])
+    row |= {"cases": len(row["done"]) * CHUNK, "z": counts.z()}
+    row |= {"counts": vars(counts), "machine": machine()}
+    write_json(RECORD, _recorded() | {how: row})
+
+
+def _recorded() -> dict[str, Any]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def _process(arguments: list[str], environment: dict[str, str]) -> int:

@@ -47,6 +47,8 @@ BY_HAND = {
 }
 """What one would write instead of each method. Of several the fastest counts."""
 PATHS = ("native", "torch")
+REPLACED = "native, replace_attention"
+"""The same for a model that computes its attention itself, `regularize(..., replace_attention=True)`."""
 
 
 def methods() -> dict[str, list[Any]]:
@@ -79,6 +81,8 @@ def variants(name: str) -> dict[str, Callable[[], None]]:
         if path == "torch" or available():
             for method, regularizers in methods().items():
                 found[f"{method}, {path}"] = regularized(subject, regularizers, path)
+                if path == "native" and subject.dropped and name != "timm Swin":
+                    found[f"{method}, {REPLACED}"] = regularized(subject, regularizers, REPLACED)
     return found
 
 
@@ -88,7 +92,7 @@ def regularized(subject: Any, regularizers: Sequence[Any], path: str) -> Callabl
     from dampen.native.library import torch_only
 
     model = subject.copy()
-    reg = dampen.regularize(model, list(regularizers))
+    reg = dampen.regularize(model, list(regularizers), replace_attention=path == REPLACED)
     step = subject.step(lambda: reg.loss(lambda: subject.forward(model), subject.loss)[0])
 
     def run() -> None:
@@ -199,7 +203,9 @@ def table(record: dict[str, Any]) -> list[str]:
     lines.append(f"| **goal, native** | {goals} |")
     for name, found in record["models"].items():
         rows = found["rows"]
-        for path in PATHS:
+        for path in (*PATHS, REPLACED):
+            if f"DropKey, {path}" not in rows:
+                continue
             cells = [
                 cell(rows.get(f"{m}, {path}"), GOALS[m] if path == "native" else None)
                 for m in GOALS

@@ -190,7 +190,7 @@ def depth(table: ResultTable) -> str:
         f"With one learning rate for all depths, a ViT of 2, 4, 8 and 12 layers loses "
         f"{_differences(attention)} points without attention's skip and {_differences(ffn)} without "
         f"the feed-forward's. At 12 layers {lost[0]} and {lost[1]} of {ffn[-1].n} runs fail. "
-        "[With a learning rate for each network](skips.md) nearly every run trains",
+        "With a learning rate for each network nearly every run trains",
         attention[-1].verdict == ffn[-1].verdict == "worse",
         min(lost) > 0,
     )

@@ -20,6 +20,7 @@ class Effect:
     reference: str
     n: int
     limits: str
+    verdict: str
     told: str
 
 
@@ -48,6 +49,7 @@ def effects() -> dict[str, list[Effect]]:
                 entry.reference or "",
                 entry.comparison.n,
                 how,
+                entry.comparison.verdict,
                 told,
             )
             found.setdefault(names.pop(), []).append(effect)

@@ -1,4 +1,4 @@
-"""The pages of PLAN.md's questions: the answer, one figure, the plan's own words, and the tables one click away.
+"""The pages of PLAN.md's questions: the answer, one figure, the plan's own words, and the tables folded.
 
     python -m reproductions.pages.planned [--check]          # results -> docs/results/*.md, docs/images
 
@@ -19,7 +19,7 @@ from dampen.studies import Palette, ResultTable, forest, make_report
 from reproductions.pages import planned_statistics as own
 from reproductions.pages.curves import interval_points
 from reproductions.pages.planned_statistics import Tables
-from reproductions.pages.publish import PADDING, publish, stated
+from reproductions.pages.publish import PADDING, folded, publish, stated
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, RECORDS, PLAN = ROOT / "docs", ROOT / "reproductions", ROOT / "reproductions" / "PLAN.md"
@@ -92,7 +92,6 @@ def page(question: Planned, tables: Tables, plan: str) -> str:
             "",
         ]
         lines += [*question.details(tables), ""]
-        lines += [f"[All configurations, metrics and settings]({question.slug}_table.md)", ""]
     if missing:
         lines += ["**Not run yet.** This command runs it and resumes where it was interrupted:", ""]
         lines += ["```", command(missing), "```", ""]
@@ -558,10 +557,7 @@ def pages(records: Path = RECORDS, draw: bool = True) -> dict[Path, str]:
             names = [
                 records / n.split("/")[0] / "results" / f"{n.split('/')[1]}.json.xz" for n in tables
             ]
-            title = f"# {question.text}: all configurations\n"
-            found[DOCS / "results" / f"{question.slug}_table.md"] = (
-                f"{title}\n{make_report(names).render('md')}"
-            )
+            found[DOCS / "results" / f"{question.slug}.md"] += "\n".join(folded(make_report(names)))
         if tables and draw and (spec := question.draw(tables)) is not None:
             found[DOCS / "images" / f"{question.slug}.svg"] = svg(spec)
     return found

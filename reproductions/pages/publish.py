@@ -42,6 +42,23 @@ def _report(path: Path, changed: int) -> Report:
     return make_report([path])
 
 
+ANSWERED = ("## ", "- **Which method?**", "- **What does it cost?**", "- **Can I trust it?**")
+"""How the lines begin that a question's page has in other words."""
+
+
+def folded(report: Report) -> list[str]:
+    """The whole table of a report, its measurements and differences from the paper, folded.
+
+    Args:
+        report: the report of the study.
+    """
+    lines = [line for line in report.render("md").splitlines() if not line.startswith(ANSWERED)]
+    summary = (
+        "<summary>All methods and metrics, published numbers, differences from the paper</summary>"
+    )
+    return ['<details markdown="1">', summary, "", *lines, "", "</details>", ""]
+
+
 def stated(sentence: str, *facts: bool) -> str:
     """A sentence written by hand; the build fails where the records no longer bear it out."""
     if not all(facts):

@@ -20,7 +20,7 @@ from dampen.studies import Advice, Palette, Report, ResultTable, advise, forest
 from reproductions.pages import claims, design, planned
 from reproductions.pages.curves import interval_points
 from reproductions.pages.maps_picture import maps_picture
-from reproductions.pages.publish import PADDING, committed_report, publish
+from reproductions.pages.publish import PADDING, committed_report, folded, publish
 from reproductions.pages.regimes import regime
 from reproductions.pages.which_method import DIGITS, WEIGHT_DECAY, panel, weight_decay
 
@@ -77,8 +77,8 @@ def answer(question: Question, table: ResultTable, advice: Advice) -> str:
     return f"**{advice.which.headline}.** {' '.join(advice.which.details)}"
 
 
-def page(question: Question, table: ResultTable, advice: Advice) -> str:
-    """The short page of one question."""
+def page(question: Question, table: ResultTable, advice: Advice, report: Report) -> str:
+    """The short page of one question, with its table folded."""
     lines = [f"# {question.text}", "", MADE.format(question.record), ""]
     lines += design.note(table, RECORDS / question.record)
     lines += [answer(question, table, advice), ""]
@@ -96,11 +96,7 @@ def page(question: Question, table: ResultTable, advice: Advice) -> str:
     lines += [
         f"- **Record**: `reproductions/{question.record}`, {len(table.study.runs())} runs; again by `{command}`"
     ]
-    lines += [
-        f"- [All rows, metrics, published figures and departures]({question.slug}_table.md)",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *folded(report)])
 
 
 def _drawn(question: Question) -> str:
@@ -187,11 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for question, report in found.items():
         table = report.tables[0]
         answers.append((question, table, advise(table)))
-        pages[DOCS / "results" / f"{question.slug}.md"] = page(*answers[-1])
-        head = [MADE.format(question.record), "", *design.note(table, RECORDS / question.record)]
-        pages[DOCS / "results" / f"{question.slug}_table.md"] = "\n".join(
-            [*head, report.render("md")]
-        )
+        pages[DOCS / "results" / f"{question.slug}.md"] = page(*answers[-1], report)
         draw = attack_picture if question.slug == ATTACKED else picture
         drawn = {} if options.check else {"": draw(table), "_maps": maps_picture(table)}
         for (

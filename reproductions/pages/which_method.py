@@ -204,7 +204,6 @@ class Situation:
     start: str
     record: str
     page: str = "results.md"
-    front: bool = True  # among the few on the README
 
 
 SITUATIONS = (
@@ -220,14 +219,12 @@ SITUATIONS = (
         "from scratch",
         "explicit_dropout/results/lambda_digits-study.json.xz",
         "lambda.md",
-        front=False,
     ),
     Situation(
         "a few hundred examples, AttentionDrop's methods",
         "image classification",
         "from scratch",
         "attentiondrop/results/digits-study.json.xz",
-        front=False,
     ),
     Situation(
         "a few hundred examples, three labels in ten wrong",
@@ -240,14 +237,12 @@ SITUATIONS = (
         "image classification",
         "from scratch",
         "explicit_dropout/results/table_1-study.json.xz",
-        front=False,
     ),
     Situation(
         "2,100 examples, three labels in ten wrong",
         "image classification",
         "from scratch",
         "attentiondrop/results/noise_cifar10-study.json.xz",
-        front=False,
     ),
     Situation(
         "12,600 examples with crop and flip",
@@ -266,14 +261,12 @@ SITUATIONS = (
         "sound classification",
         "from scratch",
         "explicit_dropout/results/spoken_digits-study.json.xz",
-        front=False,
     ),
     Situation(
         "five examples of each of 77 classes",
         "text classification",
         "fine-tuning MiniLM, its own dropout off",
         "finetuning/results/banking77.json.xz",
-        front=False,
     ),
 )
 

@@ -158,7 +158,7 @@ class Call:
     )  # q, k, v: which map, and its rows, where it is seen
     unknown: dict[str, str] = field(
         default_factory=dict
-    )  # q, k, v: the fused map whose rows for it cannot be told
+    )  # q, k, v: the fused map whose rows for it are unknown
     followed: Any = None  # from which channels the operands come; see `hooks/channels.py`
     weights: Tensor | None = (
         None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
@@ -275,7 +275,7 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
             f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its fused map "
             f"'{fused}' makes q, k and v, but what the attention gets as {role} is not in the columns where {role} "
             "would be with all of q first, then k, then v (they may be interleaved per head), so which columns make "
-            f"{role} cannot be told. Use separate projections, or leave the layer out with target_modules=."
+            f"{role} is unknown. Use separate projections, or leave the layer out with target_modules=."
         )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
@@ -333,7 +333,7 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
     if call.value_size not in (0, call.head_size):
         raise RuntimeError(
             f"{type(call.module).__name__}: its fused projection makes values of {call.value_size} channels and keys "
-            f"of {call.head_size}, so which of its rows make what cannot be told. "
+            f"of {call.head_size}, so it is unknown which of its rows make what. "
             "Use separate projections, or leave the layer out with target_modules=."
         )
     total, queries = whole.weight.shape[0], call.shape[1] * call.head_size if fused == "qkv" else 0

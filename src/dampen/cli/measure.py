@@ -20,7 +20,9 @@ from dampen.cli.common import AllowIncomplete, DataDir, Json, Out, command, prin
 dampen bench --size tiny
 dampen bench --batch 16 --methods drop_key,explicit_dropout
 dampen bench --methods "drop_key(rate=0.3), drop_path + drop_head" --rounds 9
-dampen bench --model timm/vit_tiny_patch16_224 --batch 8 --dtype bfloat16 --seconds 300
+dampen bench --model timm/vit_tiny_patch16_224 --batch 8
+dampen bench --model hf/saved/bert --batch 16
+dampen bench --model my_model.py:build --batch 8 --methods "drop_path, hard_masking"
 dampen bench --long -o bench.json --chart bench.svg"""
 )
 def bench(
@@ -32,7 +34,10 @@ def bench(
     ] = "",
     model: Annotated[
         str | None,
-        typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME."),
+        typer.Option(
+            help="vit (the default), 'vit(depth=4)', encoder, language, timm/NAME, a saved "
+            "hf/FOLDER, or file.py:build, which returns (model, inputs)."
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")
@@ -52,8 +57,13 @@ def bench(
         int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")
     ] = 25,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Ends after the round in which this time is over.")
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Ends after the round in which this time is over; default 600, or 45 for a model "
+            "of your own.",
+        ),
+    ] = None,
     clock: Annotated[
         str | None,
         typer.Option(
@@ -83,6 +93,7 @@ def bench(
         save_chart,
         scaling_table,
     )
+    from dampen.studies.bench.own_model import METHODS, SECONDS, is_own
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
     from dampen.studies.processes import keep_freed_memory
@@ -101,7 +112,11 @@ def bench(
         "clock": clock,
     }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    given |= {"dtype": dtype, "device": device, "rounds": rounds, "seconds": seconds, "long": long}
+    own = model is not None and methods is None and not long and is_own(model)
+    if own:
+        given["methods"] = METHODS
+    given |= {"dtype": dtype, "device": device, "rounds": rounds, "long": long}
+    given["seconds"] = seconds if seconds is not None else SECONDS if own else 600.0
     options = Options.preset(size, **given) if size else Options(**given)
     keep_freed_memory()
     with Progress(console=Console(stderr=True), transient=True) as bar:

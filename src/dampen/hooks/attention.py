@@ -29,6 +29,7 @@ from dampen.hooks.context import (
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
 from dampen.hooks.layout import layout_of
+from dampen.hooks.replace import Plain
 from dampen.hooks.residual import call_torch
 from dampen.hooks.source import scripted_function
 from dampen.hooks.torch_mha import functional_mha, mha_forward
@@ -97,7 +98,11 @@ class Socket(TorchFunctionMode):
             return func(*args, **kwargs)
         if eager is None:
             eager = self.eager = EagerAttention(
-                cast(nn.Module, self.call.module), self.site, self._watch, self._leave_out
+                cast(nn.Module, self.call.module),
+                self.site,
+                self._watch,
+                self._leave_out,
+                self._attend,
             )
             eager.start(self.regularizers, self.call)
         return eager.meet(func, args, kwargs, self._run)
@@ -123,6 +128,24 @@ class Socket(TorchFunctionMode):
         """No circle of references is left; see `close_frame`."""
         if self.eager is not None:
             self.eager.watch, self.eager.leave_out = nobody, nothing
+            self.eager.attend = not_any_more
+
+    def _attend(self, plain: Plain) -> Tensor:
+        """dampen's attention in the place of one that the module computes itself."""
+        self.seen = True
+        out = socket_attention(
+            self.site,
+            self.frame,
+            self.regularizers,
+            self.call,
+            plain.q,
+            plain.k,
+            plain.v,
+            plain.mask,
+            scale=plain.scale,
+        )
+        assert isinstance(out, Tensor)  # no weights were asked for
+        return out
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -192,6 +215,11 @@ EAGER = "eager (the model computes its scores itself)"
 
 def nobody(call: Call, before: bool) -> None:
     """Who watches an attention after its forward."""
+
+
+def not_any_more(plain: Plain) -> Tensor:
+    """Who runs an attention after its forward."""
+    raise RuntimeError("an attention ran after its module's forward")
 
 
 def nothing() -> None:

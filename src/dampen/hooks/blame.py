@@ -23,6 +23,6 @@ def blame(error: BaseException) -> str:
 
 def add_blame(error: BaseException) -> None:
     """Note on an error where it came from, once."""
-    told = f"dampen: raised in {where}" if (where := blame(error)) else ""
-    if told and told not in getattr(error, "__notes__", ()):
-        error.add_note(told)
+    note = f"dampen: raised in {where}" if (where := blame(error)) else ""
+    if note and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

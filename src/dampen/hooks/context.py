@@ -268,6 +268,8 @@ class AttentionSite:
         self.path: tuple[int, list[str]] | None = (
             None  # the way of eager scores in the forward before; see `eager.py`
         )
+        # shape -> whether dampen's attention gives what the model's own code gives; None: not asked
+        self.replaced: dict[Any, bool] | None = None
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
         self.needs: Needs | None = (
             None  # of the methods in the last forward outside a graph, with the kernels they got

@@ -1,4 +1,4 @@
-"""`regularize(..., example=...)`: one forward on an input of the user's, so that what cannot work is told at once."""
+"""`regularize(..., example=...)`: one forward on an input of the user's, so that what cannot work is reported at once."""
 
 from __future__ import annotations
 

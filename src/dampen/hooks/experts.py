@@ -406,7 +406,7 @@ def _run(
 
 def eager_experts_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of transformers' experts as their own code has it, one by one, while methods act: the other
-    implementations multiply by all weights in one call, where no expert can be told from another."""
+    implementations multiply by all weights in one call, where no expert can be distinguished from another."""
     own = inspect.unwrap(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -285,14 +285,14 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions)
             experts = find_experts(model, [name], Attentions({}), {})
             feeding = {n: m for n, m in maps.items() if _FEED_FORWARD.match(n)}
             usual = feed_forward_roles(maps, by_shape=False) | feed_forward_roles(feeding)
-            told = {n: roles.get(n) or role for n, role in usual.items()}
+            given = {n: roles.get(n) or role for n, role in usual.items()}
             alike = type(block) in kinds and bool(maps)
-            if not alike and not experts and not set(told.values()) >= FEED_FORWARD:
+            if not alike and not experts and not set(given.values()) >= FEED_FORWARD:
                 continue
             plan = LayerPlan(name, block)
-            plan.linears = {f"{name}.{n}": LinearPlan(m, told[n]) for n, m in maps.items()}
+            plan.linears = {f"{name}.{n}": LinearPlan(m, given[n]) for n, m in maps.items()}
             plan.experts = find_experts(model, [name], Attentions({}), plan.linears)
-            feeds = {n.split(".")[0] for n, role in told.items() if role in FEED_FORWARD}
+            feeds = {n.split(".")[0] for n, role in given.items() if role in FEED_FORWARD}
             feeds |= {n[len(name) + 1 :].split(".")[0] for n in experts}
             plan.mixers = [m for n, m in block.named_children() if n not in feeds and _mixes(m)]
             plan.branches = int(bool(feeds))

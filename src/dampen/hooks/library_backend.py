@@ -95,9 +95,9 @@ class LibraryBackend:
         foreign = next((type(a).__name__ for a in arguments if type(a).__name__ == "BlockMask"), "")
         alone = not self.under_way and not in_backward()
         if foreign or alone:
-            told = f"got a {foreign}" if foreign else "was called without the model around it"
+            happened = f"got a {foreign}" if foreign else "was called without the model around it"
             raise RuntimeError(
-                f"{type(module).__name__} at '{where}' {told}, so its masks are those of '{self.before[0]}', a back "
+                f"{type(module).__name__} at '{where}' {happened}, so its masks are those of '{self.before[0]}', a back "
                 "end that regularizers cannot look into. Call the model itself, which prepares the masks of SDPA in "
                 "training, or load it with attn_implementation='sdpa'."
             )

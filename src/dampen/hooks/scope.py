@@ -1,4 +1,4 @@
-"""The layer around an attention, told by structure: which module it is, and which linear maps are in it."""
+"""The layer around an attention, found by structure: which module it is, and which linear maps are in it."""
 
 from __future__ import annotations
 

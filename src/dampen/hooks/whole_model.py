@@ -35,6 +35,12 @@ _DATA = (
 )
 
 
+TRACED = (
+    "torch.jit.trace cannot record a model in training mode whose regularizers are on: it would keep the choices of "
+    "one step for all others. Call model.eval() first, trace inside `with reg.disable():`, or use torch.compile."
+)
+
+
 def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of the whole model, with the stage inputs open. Penalties wait until they are taken; an error ends
     the step that they belong to."""
@@ -51,8 +57,11 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
         # whether a graph is made is asked first: it would depend on what is asked before that
-        if not torch.compiler.is_compiling() and site.order is not None and not site.order.known:
-            site.order.start()
+        if not torch.compiler.is_compiling():
+            if self.training and site.enabled and torch.jit.is_tracing():
+                raise RuntimeError(TRACED)
+            if site.order is not None and not site.order.known:
+                site.order.start()
         trained = not torch.is_grad_enabled() and any(
             t.requires_grad for t in tensors_in((args, kwargs))
         )

@@ -90,7 +90,7 @@ def compare(
         resume: keep what is recorded there and go on with what was cut off.
         progress: show it.
         same_code: count records of an older version of the code.
-        loggers: "tensorboard", "wandb", or what other packages bring, told beside the record.
+        loggers: "tensorboard", "wandb", or what other packages bring, written beside the record.
     """
     if being_read() is not None:
         raise LabError(
@@ -228,11 +228,11 @@ def run(
         raise Interrupted(
             f"Stopped; what was recorded is in {folder}. The same call goes on from there."
         )
-    told = "\n".join(result.messages()) or "no trial finished"
+    messages = "\n".join(result.messages()) or "no trial finished"
     if any(o.status == "refused" for o in result.outcomes.values()):
-        raise Refused(told)
+        raise Refused(messages)
     if not any(o.status == "finished" for o in result.outcomes.values()):
-        raise LabError(f"No trial of {folder} came to an end:\n{told}")
+        raise LabError(f"No trial of {folder} came to an end:\n{messages}")
     return result
 
 

@@ -107,8 +107,8 @@ class Comparison:
         """Write plan.json; a comparison that grew since says so in its title."""
         if self.name.startswith("compare-"):
             count = len({seed // self.folds for seed in self.seeds})
-            told = f", {count} seed{'s' * (count != 1)}"
-            self.header["title"] = re.sub(r", \d+ seeds?\b", told, self.header["title"])
+            words = f", {count} seed{'s' * (count != 1)}"
+            self.header["title"] = re.sub(r", \d+ seeds?\b", words, self.header["title"])
         plain = {k: v for k, v in vars(self).items() if k not in ("configs", "runs")}
         plain["rows"] = [config.to_dict() for config in self.configs]
         plain["trials"] = {id: run.to_dict() for id, run in self.runs.items()}
@@ -223,9 +223,9 @@ class Comparison:
                 grid = "".join(f" {k.split('.')[-1]}={_short(v)}" for k, v in point.grid.items())
                 for seed, trial in point.ids.items():
                     whole, fold = divmod(int(seed), self.folds)
-                    told = f"seed {whole} fold {fold}" if self.folds > 1 else f"seed {seed}"
+                    place = f"seed {whole} fold {fold}" if self.folds > 1 else f"seed {seed}"
                     if trial in wanted:
-                        named.setdefault(trial, f"{row.name}{grid} {told}")
+                        named.setdefault(trial, f"{row.name}{grid} {place}")
         return named
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
@@ -350,9 +350,9 @@ def design_of(
         ]
         different = [s for i, s in enumerate(tried[row["name"]]) if s not in tried[row["name"]][:i]]
         if own and len(different) < at["search"][SETTINGS]:
-            told = f"its axes make only {len(different)} different settings of {at['search'][SETTINGS]}"
+            problem = f"its axes make only {len(different)} different settings of {at['search'][SETTINGS]}"
             problems.append(
-                f"row {row['name']!r}: search: {told}; give a range, or longer lists, or fewer settings"
+                f"row {row['name']!r}: search: {problem}; give a range, or longer lists, or fewer settings"
             )
     if problems:
         raise ConfigError(f"Recipe {recipe.name!r} at scale {at['scale']!r}", problems)

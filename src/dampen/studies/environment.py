@@ -55,8 +55,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with '+' if files were changed; None when installed."""
+    """The commit of the source tree this package runs from, with '+' if files were changed; None when installed.
+
+    Read once: code that was imported stays as it was.
+    """
     found = git_state(Path(__file__).resolve().parents[1])  # the whole package
     return found["commit"] + "+" * found["dirty"] if found else None
 

@@ -124,6 +124,6 @@ def portable(error: BaseException) -> Exception:
                 return copy
         except Exception as unpicklable:  # an exception whose constructor wants other arguments
             error.add_note(f"(could not be sent between processes: {unpicklable})")
-    told = LabError(f"{type(error).__name__}: {error}")
-    told.add_note("".join(traceback.format_exception(error)))
-    return told
+    plain = LabError(f"{type(error).__name__}: {error}")
+    plain.add_note("".join(traceback.format_exception(error)))
+    return plain

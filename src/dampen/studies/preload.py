@@ -14,6 +14,7 @@ def warm() -> None:
 
     from dampen.extensions import GROUPS, entry_points
     from dampen.studies.data.images import embedded_digits
+    from dampen.studies.environment import commit, versions
     from dampen.studies.run import TrainOptions
     from dampen.studies.trainer.distributed import make_fabric
 
@@ -22,6 +23,8 @@ def warm() -> None:
     for group in GROUPS:
         entry_points(group)
     embedded_digits()
+    versions()
+    commit()
     if torch.version.cuda is None and torch.version.hip is None:
         make_fabric(TrainOptions(), "auto")
 

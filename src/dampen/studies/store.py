@@ -14,6 +14,7 @@ The result and each line of the log carry a checksum of their content; those of 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -32,6 +33,9 @@ from dampen.studies.run import Run
 PRETRAIN = "pretrain"
 """The folder, inside a trial's, of the training that went before it."""
 RUN_AGAIN = "Delete this file and run the same command: the trial runs again."
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -57,6 +61,13 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by {name or 'an unknown process'}. "
                 "Wait until it is done, or stop it; what it recorded can be resumed."
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise LabError(
+                f"The file system of {folder} has no file locks ({error.strerror}), so two processes could write one "
+                "record. Choose a folder on another disk with --out or folder=, and copy the result."
+            ) from error
     try:
         with clear_disk_errors(holder):
             holder.write_text(

@@ -99,11 +99,11 @@ def code_of_class(kind: type) -> str:
 
 def _trees(sources: Sources, entry: Path) -> str:
     started = entry.resolve().relative_to(sources.root).as_posix()
-    told = []
+    texts = []
     for name in sorted(sources.files):
         tree = parsed(sources.files[name], sources.paths[name])
-        told.append(f"{name}\n{normalized(_without_start(tree) if name == started else tree)}")
-    return "\n".join(told)
+        texts.append(f"{name}\n{normalized(_without_start(tree) if name == started else tree)}")
+    return "\n".join(texts)
 
 
 def normalized(tree: ast.AST) -> str:
@@ -191,7 +191,9 @@ def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
         yield _closure(thing)
         for name in _names(thing.__code__):
             if name in thing.__globals__:
-                yield from (f"{name}: {told}" for told in _reachable(thing.__globals__[name], seen))
+                yield from (
+                    f"{name}: {texts}" for texts in _reachable(thing.__globals__[name], seen)
+                )
     elif isinstance(thing, type) and thing.__module__ == "__main__":
         yield _source(thing)
         for member in vars(thing).values():

@@ -331,5 +331,5 @@ def test_coefficients_are_described_and_not_judged(tmp_path):
 def test_all_files_of_the_pages(tmp_path):
     ran(tmp_path, "dropkey/structures", lambda n, g, s: 0.7, seeds=4)
     names = {path.name for path in planned.pages(tmp_path)}
-    assert {f"{slug}.md" for slug in BY_SLUG} | {"forms_table.md", "forms.svg"} == names
+    assert {f"{slug}.md" for slug in BY_SLUG} | {"forms.svg"} == names
     assert "forms.svg" not in {path.name for path in planned.pages(tmp_path, draw=False)}

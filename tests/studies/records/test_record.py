@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import time
+import warnings
 
 import pytest
 import torch
@@ -187,3 +188,28 @@ def test_folders_with_spaces_and_letters_of_other_languages(tmp_path, small, qui
     assert run_trial(small(epochs=1), folder, quick) == result  # found again, not trained again
     (table,) = make_report([folder.parent]).tables
     assert [entry.summary.n for entry in table.entries] == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch, code):
+    def flock(fd, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(LabError, match="has no file locks"), locked(tmp_path / "run"):
+        raise AssertionError("it is not held")
+
+
+def test_where_flock_is_missing_a_lock_file_holds_the_folder(tmp_path, monkeypatch):
+    """filelock's own way out, which warns."""
+
+    def flock(fd, operation):
+        raise OSError(errno.ENOSYS, "no flock")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with locked(tmp_path / "run"), pytest.raises(Locked), locked(tmp_path / "run"):
+            raise AssertionError("held twice")
+        with locked(tmp_path / "run"):
+            pass

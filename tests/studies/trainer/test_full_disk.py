@@ -14,10 +14,12 @@ import pytest
 from dampen.studies.comparison import make_comparison
 from dampen.studies.engines.runner import run_comparison
 from dampen.studies.errors import DiskFull
+from dampen.studies.report import write_report
 from dampen.studies.request import comparison
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.train import run_trial
 from tests.studies.interrupted import same
+from tests.studies.synthetic_runs import write_study
 
 SETTINGS = [
     "data.limit=300",
@@ -100,6 +102,23 @@ def test_a_run_on_a_full_disk_hands_out_no_more_trials(tmp_path, quick):
         again = run_comparison(plan, disk / "run", trials, quick, workers=2)
         assert again.exit_code == 0
         assert again.counts() == {"finished": len(trials)}
+
+
+@needs_mount
+def test_a_report_on_a_full_disk_leaves_the_old_page_whole(tmp_path):
+    write_study(tmp_path / "study", seeds=2)
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        page = disk / "report.html"
+        page.write_text("the old page")
+        for free in (0, 4096, 40_000):
+            ballast = leave(disk, free)
+            with pytest.raises(DiskFull, match=r"No space left while writing .*report\.html"):
+                write_report([tmp_path / "study"], page)
+            assert page.read_text() == "the old page"
+            assert sorted(p.name for p in disk.iterdir()) == ["ballast", "report.html"]
+            ballast.unlink()
+        write_report([tmp_path / "study"], page)
+        assert "</html>" in page.read_text()
 
 
 def test_an_error_that_cannot_be_written_down_is_a_full_disk(tmp_path, small, quick, monkeypatch):

@@ -141,9 +141,9 @@ def run_job(
     except BaseException as error:  # whatever user code raises is an outcome of this run
         if is_ctrl_c(error):
             raise
-        told = portable(error)
-        message = f"{type(told).__name__}: {told}" if not str(told) else str(told)
-        return failed(job, message, "".join(getattr(told, "__notes__", [])))
+        plain = portable(error)
+        message = f"{type(plain).__name__}: {plain}" if not str(plain) else str(plain)
+        return failed(job, message, "".join(getattr(plain, "__notes__", [])))
 
 
 def failed(job: Job, message: str, traceback: str = "") -> Outcome:
