@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from dampen.hooks.context import (
 )
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
+from dampen.hooks.flash import flash_functions, hooked, run_flash
 from dampen.hooks.layout import layout_of
 from dampen.hooks.replace import Plain
 from dampen.hooks.residual import call_torch
@@ -122,6 +124,19 @@ class Socket(TorchFunctionMode):
             self.call.followed.start(out, 1 - weight.ndim)  # also without samples: (C, ...)
         else:
             self.call.followed.follow(func, name, args, kwargs, out)
+        return out
+
+    def flash(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a function of flash_attn and the like."""
+        self.seen = True
+        if self.call.cross:
+            self.call.valid = self.frame.valid
+        out, told = run_flash(
+            function, self.regularizers, self.call, self.site.name, *args, **kwargs
+        )
+        if self.call.valid is not None and not self.call.cross:
+            padding_reported(self.site, self.frame, self.call)
+        self.site.kernel = self.site.layer.kernels[self.site.name] = told
         return out
 
     def close(self) -> None:
@@ -401,7 +416,9 @@ def run_attention(
             self, site
         )
         try:
-            with socket:
+            if site.flash is None:
+                site.flash = flash_functions(self)
+            with hooked(site.flash, socket.flash) if site.flash else nullcontext(), socket:
                 out = base(self, *args, **kwargs)
         finally:
             socket.close()
