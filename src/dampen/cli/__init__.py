@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
     "diagnose": (
         "dampen.cli.measure:diagnose",
-        "Measure a trained model: conditioning, calibration, robustness.",
+        "Measure a trained model: calibration, attention, conditioning.",
     ),
     "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
     "doctor": ("dampen.cli.measure:doctor", "Show what is installed, found and missing."),
