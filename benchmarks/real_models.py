@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {"models": {}}
     if RECORD.exists() and not options.again and not options.print:
         record = json.loads(RECORD.read_text())
+    build_kernels()
     wanted = [n for n in options.only or SUBJECTS if options.again or n not in record["models"]]
     for name in wanted:
         print(f"{name}: {60 * options.minutes / len(wanted):.0f} s", file=sys.stderr, flush=True)
@@ -168,6 +169,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import costs_page
 
     return costs_page.main([])
+
+
+def build_kernels() -> None:
+    """The native kernels of this code; where they cannot be built, only torch is measured."""
+    from dampen.native.library import BuildError, build
+
+    try:
+        build()
+    except BuildError as error:
+        print(f"native kernels were not built: {error}", file=sys.stderr)
 
 
 def in_a_process(name: str, minutes: float) -> dict[str, Any]:

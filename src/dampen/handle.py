@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +36,7 @@ from dampen.two_pass.reuse import SharedBlocks
 @accepts_old_arguments
 def regularize(
     model: nn.Module,
-    methods: Regularizer | Iterable[Regularizer],
+    methods: Regularizer | str | Iterable[Regularizer | str],
     target_modules: str | Sequence[str] = "*",
     *,
     attention: str = "all",
@@ -52,7 +54,8 @@ def regularize(
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
-        methods: one regularizer or several; each is cloned, the given objects are left alone.
+        methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) + drop_head". Each is
+            cloned, the given objects are left alone.
         target_modules: pattern(s) of dotted names of layers or attention modules, as in
             `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
@@ -77,11 +80,7 @@ def regularize(
     >>> loss, terms = reg.loss(lambda: model(torch.randn(4, 3, 8, 8)), lambda out: out.square().mean())
     >>> reg.remove()
     """
-    if methods is None or isinstance(methods, str):
-        raise TypeError(
-            f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}."
-        )
-    chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
+    chosen = _chosen(methods)
     check_model(model)
     use_native_kernels()
     layers, clones, prefix = attach(model, chosen, target_modules, attention, projections, depth)
@@ -104,6 +103,26 @@ def regularize(
             reg.remove()
             raise
     return reg
+
+
+def _chosen(methods: Any) -> list[Any]:
+    """The regularizers of an argument `methods`: texts are read, objects stay. `attach` checks what they are."""
+    if methods is None:
+        raise TypeError(
+            "regularize takes regularizers such as DropKey(0.1), a list of them, or text, got None."
+        )
+    given = [methods] if isinstance(methods, Regularizer | str | type) else list(methods)
+    # the names of methods are known above this module, so the reader of texts is found when needed
+    read = importlib.import_module("dampen.texts").read_methods
+    chosen = [m for g in given for m in (read(g) if isinstance(g, str) else [g])]
+    names = [type(m).__name__ for m in chosen]
+    for twice in sorted({name for name in names if names.count(name) > 1}):
+        warnings.warn(
+            f"regularize got {twice} {names.count(twice)} times; each acts, one after the other. Leave one out if "
+            "that is not meant.",
+            stacklevel=4,
+        )
+    return chosen
 
 
 def _attach_to_loss(reg: Handle, scale: bool | float) -> None:

@@ -47,7 +47,7 @@ from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
 from dampen.names import LOSS_STAGES as LOSS_STAGES
-from dampen.names import MATRIX_STAGES, leave_out
+from dampen.names import MATRIX_STAGES, check_keywords, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import STEP_STAGES as STEP_STAGES
@@ -154,6 +154,8 @@ class Regularizer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
         if "neutral" in vars(cls) and "zero_is_identity" not in vars(cls):
             cls.zero_is_identity = False
         cls._name = snake_case(

@@ -11,6 +11,10 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import (
+    DATA,
+    JUDGING,
+    RUNNING,
+    WHAT,
     AllowIncomplete,
     DataDir,
     Json,
@@ -28,7 +32,9 @@ from dampen.cli.running import (
     Address,
     Budget,
     Margin,
+    NoReport,
     SearchBy,
+    Title,
     Tune,
     UntilDecided,
     engine_options,
@@ -58,52 +64,71 @@ def compare(
             help="Training function as FILE.py:FUNCTION (default: the built-in trainer)."
         ),
     ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by commas; a + b puts both into one model.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "drop_key",
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits."
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."
+            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
-    methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas; a + b puts both into one model.")
-    ] = "drop_key",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="How many seeds per method.", rich_help_panel=JUDGING)
+    ] = 8,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned."
+            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.",
+            rich_help_panel=JUDGING,
         ),
     ] = None,
     settings: Settings = None,
     ignore_code_change: Annotated[
         bool,
         typer.Option(
-            "--ignore-code-change", help="Count runs that an older version of your code logged."
+            "--ignore-code-change",
+            help="Count runs that an older version of your code logged.",
+            rich_help_panel=WHAT,
         ),
     ] = False,
     folds: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Cross-validate in so many folds; each seed is one round of them."
+            min=2,
+            help="Cross-validate in so many folds; each seed is one round of them.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
-    accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
+    accelerator: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=RUNNING)
+    ] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="Where runs execute: local or ray.", rich_help_panel=RUNNING)
+    ] = "local",
     address: Address = None,
     workers: Workers = None,
     per_gpu: PerGpu = None,
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."
+            min=1,
+            help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out.",
+            rich_help_panel=RUNNING,
         ),
     ] = None,
     until_decided: UntilDecided = False,
@@ -116,8 +141,14 @@ def compare(
     weights: Weights = True,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check all, time a few steps, and show what would run."),
+        typer.Option(
+            "--dry-run",
+            help="Check all, time a few steps, and show what would run.",
+            rich_help_panel=RUNNING,
+        ),
     ] = False,
+    title: Title = None,
+    no_report: NoReport = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -137,7 +168,7 @@ def compare(
     check_budget(budget)
     options = engine_options(engine, workers, address, per_gpu)
     if train is not None:
-        _refuse_options_of_the_trainer(
+        refuse_options_of_the_trainer(
             {
                 "--data": data,
                 "--model": model,
@@ -148,7 +179,9 @@ def compare(
             }
         )
         changes = settings or []
-        asked = _own(train, methods, seeds, metric, changes, ignore_code_change, out, tuning)
+        asked = request_of_function(
+            train, methods, seeds, metric, changes, ignore_code_change, out, tuning
+        )
     else:
         from dampen.studies.request import request_parts
 
@@ -190,10 +223,9 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    more = (
-        "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
-    )
-    steps = [more] if not until_decided and budget is None else []
+    steps: list[str] = []
+    if title:
+        plan.header["title"] = title
     if tuning:
         from dampen.studies.tuning import tuned_recipe
 
@@ -213,6 +245,7 @@ def compare(
         from dampen.cli.running import race_and_conclude
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
+        limits["report"] = not no_report
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
     execute(
         plan,
@@ -221,6 +254,7 @@ def compare(
         as_json,
         execution,
         steps,
+        not no_report,
         **options,
     )
 
@@ -244,16 +278,20 @@ BRINGS = {
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
 
-def _refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence."""
+def refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence.
+
+    Args:
+        given: the options and their values.
+    """
     problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
     if problems:
         raise ConfigError("The comparison", problems)
 
 
-def _own(
+def request_of_function(
     train: str,
-    methods: str,
+    methods: str | None,
     seeds: int,
     metric: str | None,
     settings: list[str],
@@ -261,6 +299,18 @@ def _own(
     out: Path,
     searching: bool,
 ) -> ComparisonRequest:
+    """The comparison of a user's own training; without methods its baseline alone.
+
+    Args:
+        train: as FILE.py:FUNCTION.
+        methods: as text.
+        seeds: how many.
+        metric: the metric to judge by.
+        settings: what the function reads from `trial.params`, as KEY=VALUE.
+        same_code: count runs of an older version of the code.
+        out: the folder that holds the runs.
+        searching: settings are tuned on validation, which needs a metric.
+    """
     from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
     from dampen.studies.trainer.user_function import function_in_file
@@ -276,7 +326,8 @@ def _own(
         params[key] = value
     if problems:
         raise ConfigError("The comparison", problems)
-    command = ["dampen", "compare", train, "--methods", methods, "--seeds", str(seeds)]
+    said = ["compare", train, "--methods", methods] if methods else ["noise", train]
+    command = ["dampen", *said, "--seeds", str(seeds)]
     command += ["--metric", metric] if metric else []
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)

@@ -97,6 +97,7 @@ def bench(
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
     from dampen.studies.processes import keep_freed_memory
+    from dampen.studies.report.terminal import console_for
 
     if clock not in (None, "wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
@@ -134,7 +135,7 @@ def bench(
     if as_json:
         print_json(record)
         return
-    console = Console(highlight=False)
+    console = console_for()
     if "ratios" not in record:  # attention alone
         console.print(scaling_table(record))
         for row, goal in record["targets"].items():
@@ -145,7 +146,7 @@ def bench(
         return
     console.print(results_table(record))
     for remark in remarks(record):
-        console.print(remark, soft_wrap=True, markup=False)
+        console.print(remark, markup=False)
     if long:
         console.print(scaling_table(record))
         for name, reason in record["scaling"]["stopped"].items():
@@ -317,7 +318,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
-    from dampen.studies.doctor import examine, to_json
+    from dampen.studies.doctor import examine, summary, to_json
 
     if build:
         _build()
@@ -334,17 +335,21 @@ def doctor(
     if as_json:
         print_json(to_json(findings))
     else:
-        table = Table(show_header=False)
-        for _ in range(3):
-            table.add_column(overflow="fold")
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for folded in (False, False, True):
+            table.add_column(overflow="fold", no_wrap=not folded)
         for f in findings:
             remedy = f" -> {f.remedy}" if f.remedy else ""
-            table.add_row(
-                "[green]ok" if f.ok else "[red]wrong", escape(f.what), escape(f.found + remedy)
-            )
-        Console(highlight=False).print(table)
+            table.add_row(f"[{STATES[f.state]}]{f.state}", escape(f.what), escape(f.found + remedy))
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(summary(findings), markup=False)
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
+
+
+STATES = {"ok": "green", "optional": "yellow", "problem": "red"}
+"""The color of each state of a finding."""
 
 
 def _build() -> None:

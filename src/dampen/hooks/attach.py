@@ -161,8 +161,9 @@ def _check_methods(methods: Sequence[Any]) -> None:
         raise ValueError("regularize needs at least one regularizer, got an empty list.")
     for m in methods:
         if isinstance(m, type) and issubclass(m, Regularizer):
+            example = ", ".join(f"{k}={v}" for k, v in m.example.items())
             raise TypeError(
-                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...)."
+                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}({example})."
             )
         if not isinstance(m, Regularizer):
             raise TypeError(

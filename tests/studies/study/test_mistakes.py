@@ -68,7 +68,7 @@ def test_a_task_gives_the_metrics_that_are_promised():
         ("drop_key(rate=0.2", "a bracket is not closed; write drop_key"),
         ("drop_key)", "a bracket is closed that was not opened"),
         ("drop_key(rate=[0.2)]", "its brackets do not belong together"),
-        ("drop_key, drop_head, drop_key", "the row 'drop_key' is written more than once"),
+        ("drop_key, drop_head, drop_key", "'drop_key' is written more than once"),
     ],
 )
 def test_rows_that_cannot_be_read_are_told_in_their_own_words(text, told):

@@ -33,9 +33,10 @@ from dampen.functional.explicit.squares import Cut, bias_row
 from dampen.native import library
 from dampen.native.entry import Place, TapJob, first_unreadable, spread_squares, sum_squares
 
-BATCHED_UP_TO = 2**17
-"""Numbers of an output up to which it waits for the others: above, calls are no longer what a
-step is made of."""
+BATCHED_UP_TO = 2**19
+"""Numbers of an output up to which it waits for the others. Above, calls are no longer what a step
+is made of, and all gradients at once would take memory that counts. Beside a tap per layer this
+saves 7 % of a step of a BERT or a nanoGPT of 4 x 128, for a third more memory (of some MB)."""
 
 
 class Tapped(NamedTuple):

@@ -33,7 +33,9 @@ def results_table(record: Record) -> Table:
                 "step": Text(f"{entry['median']:.3f}x", style="dim" if entry["noisy"] else ""),
                 "95 % interval": f"{entry['low']:.3f} to {entry['high']:.3f}",
                 "target": Text(target, style="red" if goal and not goal["met"] else ""),
-                "memory": f"{record['memory'][name]['ratio']:.2f}x",
+                "memory": f"{record['memory'][name]['ratio']:.2f}x"
+                if name in record["memory"]
+                else "",
                 "as published": f"{published['median']:.2f}x" if published else "",
                 "ours / it": f"{over['median']:.2f}" if over else "",
             }

@@ -13,11 +13,13 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from dampen.studies.engines import FATAL, Job, Outcome, Report, after_death, run_job
@@ -27,6 +29,7 @@ from dampen.studies.errors import Terminated
 from dampen.studies.processes import start, stop_on_signals
 from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.user_trial import OUTPUT
 
 STOP_SECONDS = 7.0
 """After SIGTERM, how long a worker may take to write its checkpoint. Then it is killed; its run resumes."""
@@ -251,6 +254,36 @@ def _work(pipe: Any, job: Job, execution: Execution, card: str) -> None:
         ):  # `stopped` notices that the parent is gone
             pipe.send(("event", event))
 
-    outcome = run_job(job, execution, tell, stopped)
+    with output_to(job.folder / OUTPUT):
+        outcome = run_job(job, execution, tell, stopped)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
         pipe.send(("outcome", outcome))
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send what this process prints to a file: Python's output, that of libraries in C and of child processes. A
+    terminal that many workers share shows none of it. An empty file is removed.
+
+    Args:
+        path: the file; what it holds stays.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError:  # the run itself says what is wrong with its folder
+        yield
+        return
+    with file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with contextlib.suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
