@@ -74,7 +74,7 @@ def compare(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits.",
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; several with commas. Default: digits.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -153,6 +153,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train the baseline and each method with the same seeds, data and options, and test which is better."""
+    if train is None and data is not None and "," in data and not Path(data).exists():
+        _over_data_sets([name.strip() for name in data.split(",") if name.strip()], dict(locals()))
+        return
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -259,6 +262,41 @@ def compare(
     )
 
 
+def _over_data_sets(names: list[str], given: dict[str, Any]) -> None:
+    """One comparison for each data set, then the answer over all of them."""
+    import contextlib
+
+    from dampen.studies.combine import combine
+    from dampen.studies.request import request_parts
+
+    folders = []
+    for name in names:
+        with contextlib.redirect_stdout(sys.stderr if given["as_json"] else sys.stdout):
+            try:
+                compare(**given | {"data": name, "as_json": False})
+            except typer.Exit as end:
+                if end.exit_code:
+                    raise
+        changes = [
+            *(given["settings"] or []),
+            *(["data.partial=true"] if given["allow_incomplete"] else []),
+        ]
+        places = {key: given[key] for key in ("metric", "data_dir", "out", "folds")}
+        asked = request_parts(
+            given["model"], name, given["methods"], given["seeds"], settings=changes, **places
+        )
+        tuned = "-tuned" if given["tune"] is not None else ""
+        folders.append(asked.folder.with_name(asked.folder.name + tuned))
+    if given["dry_run"]:
+        return
+    found = combine(folders)
+    if given["as_json"]:
+        print_json(found.to_dict())
+        return
+    print(f"\n{found}")
+    print(f"\nAll on one page: dampen report {' '.join(map(str, folders))} -o report.html")
+
+
 def check_budget(budget: str | None) -> None:
     """The words of a budget are checked before anything starts."""
     from dampen.studies.sequential import seconds
@@ -311,7 +349,6 @@ def request_of_function(
         out: the folder that holds the runs.
         searching: settings are tuned on validation, which needs a metric.
     """
-    from dampen.studies.comparison import read_setting
     from dampen.studies.request import request_own
     from dampen.studies.trainer.user_function import function_in_file
 
@@ -319,11 +356,6 @@ def request_of_function(
     if searching and metric is None:
         told = "pass the validation metric of your function that --tune maximizes, as in --metric accuracy or nll:min"
         problems.append(f"--metric: {told}")
-    params: dict[str, Any] = {}
-    for setting in settings:
-        key, value, problem = read_setting(setting)
-        problems += [problem] if problem else []
-        params[key] = value
     if problems:
         raise ConfigError("The comparison", problems)
     said = ["compare", train, "--methods", methods] if methods else ["noise", train]
@@ -336,7 +368,7 @@ def request_of_function(
         methods,
         seeds,
         metric=metric,
-        params=params,
+        settings=settings,
         out=out,
         same_code=same_code,
         command=command,
