@@ -33,6 +33,7 @@ from dampen.hooks.padding import open_padding
 from dampen.hooks.roles import kind_of, weight_of
 from dampen.hooks.scope import LinearPlan
 from dampen.hooks.source import calls_socket, shows_no_softmax
+from dampen.hooks.subset import open_subsets
 from dampen.hooks.swap import is_swapped, swap
 from dampen.hooks.whole_model import first_argument, model_input
 from dampen.names import leave_out
@@ -392,6 +393,8 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
         swap(module, "mark", layer)
     if stages & set(LINEAR_STAGES) and roles & FEED_FORWARD:
         _open_experts(plan, layer)
+    for module, state in open_subsets(plan, layer):
+        swap(module, "subset", state)
     if plan.block is not None:
         wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
         first = layer.site.index == 0
