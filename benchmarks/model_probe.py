@@ -18,7 +18,7 @@ import re
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -213,8 +213,12 @@ class Probe:
         pairs: list[tuple[Core, Core | None]] = []
         for plain in self.facts.cores:
             at = next((i for i, c in enumerate(left) if c.shape == plain.shape), None)
-            pairs.append((plain, None if at is None else left[at]))
-            left = left if at is None else left[at + 1 :]
+            if at is None:
+                whole, left = _blocks_of_queries(plain, left)
+                pairs.append((plain, whole))
+                continue
+            pairs.append((plain, left[at]))
+            left = left[at + 1 :]
         return pairs
 
     def _hidden(self, name: str, expected: Callable[[Tensor], Tensor], repeats: int = 2) -> Finding:
@@ -726,6 +730,22 @@ class _Recorder(dampen.Regularizer):
 
 def _recorder() -> dampen.Regularizer:
     return _Recorder()
+
+
+def _blocks_of_queries(plain: Core, cores: list[Core]) -> tuple[Core | None, list[Core]]:
+    """The calls that together attend from all queries of one call of the plain model, as one, and the calls after them:
+    long rows are computed in blocks of queries."""
+    start = next((i for i, c in enumerate(cores) if c.module == plain.module), len(cores))
+    rows = 0
+    for end in range(start, len(cores)):
+        part = cores[end]
+        if (part.shape[0], part.shape[2]) != (plain.shape[0], plain.shape[2]) or part.seen is None:
+            break
+        rows += part.shape[1]
+        if rows == plain.shape[1]:
+            seen = torch.cat([c.seen for c in cores[start : end + 1] if c.seen is not None], 1)
+            return replace(cores[start], shape=plain.shape, seen=seen), cores[end + 1 :]
+    return None, cores
 
 
 def depth_finding(cores: list[Core]) -> Finding:

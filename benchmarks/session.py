@@ -29,12 +29,7 @@ def main() -> None:
         done = subprocess.run(
             [sys.executable, "-m", *COMMAND.split()],
             cwd=folder,
-            env={
-                **os.environ,
-                "COLUMNS": str(COLUMNS),
-                "FORCE_COLOR": "1",
-                "TERM": "xterm-256color",
-            },
+            env={**os.environ, "COLUMNS": str(COLUMNS)},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
