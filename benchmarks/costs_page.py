@@ -17,6 +17,7 @@ The records, in benchmarks/records, and what writes them:
     profile_tiny           python -m benchmarks.profile_tiny --json
     malloc                 python -m benchmarks.malloc --json
     lab_time               python -m benchmarks.lab_time
+    real_models            python -m benchmarks.real_models
 """
 
 from __future__ import annotations
@@ -47,6 +48,27 @@ KERNELS = {_FUSED: "fused forward", f"{_FUSED}_backward": "fused backward"}
 WRITTEN = "plain, fused attention"
 """The models call torch's attention, and torch takes its fused kernel."""
 Record = dict[str, Any]
+
+
+def real_table(record: Record) -> list[str]:
+    """The models that people train: time, memory, and what is not reached."""
+    from benchmarks import real_models
+
+    first = next(iter(record["models"].values()))
+    loads = [found["load"] for found in record["models"].values()]
+    machine = first["machine"]
+    return [
+        *real_models.table(record),
+        "",
+        *real_models.verdicts(record),
+        "",
+        "Peak memory of a step as a ratio to the baseline:",
+        "",
+        *real_models.memory_table(record),
+        "",
+        f"{machine['cpu']}, 1 thread, processor time, torch {machine['torch']}, "
+        f"{machine['date']}, load {min(loads):.1f} to {max(loads):.1f}. `{record['command']}`",
+    ]
 
 
 def steps_table(record: Record) -> list[str]:
@@ -402,6 +424,8 @@ def origin(record: Record) -> list[str]:
 def sections() -> dict[str, list[str]]:
     """The generated part of each section, for the records that exist."""
     found: dict[str, list[str]] = {}
+    if (real := load("real_models")) is not None:
+        found["real"] = real_table(real)
     if sizes := sizes_table():
         found["sizes"] = sizes
     if (tiny := load("profile_tiny")) is not None:

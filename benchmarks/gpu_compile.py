@@ -35,6 +35,7 @@ FORMS = {
     "mask, bias": {"DRAWS": 1, "GUARD": True, "MASKED": 2, "BIASED": True},
 }
 TYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
+LIGHT = ("plain", "hide keys")
 WARPGROUPS = ("sm_90", "sm_100")
 WITHIN = 0.10
 
@@ -67,7 +68,7 @@ def compile_one(target: str, kernel: str, form: str, size: int, dtype: str) -> d
     from dampen.kernels.triton import device
     from dampen.kernels.triton.tiles import padded, tile_of
 
-    tile = tile_of(kernel, size, TYPES[dtype], target in WARPGROUPS)
+    tile = tile_of(kernel, size, TYPES[dtype], target in WARPGROUPS, form not in LIGHT)
     constants = {
         "DRAWS": 0, "GUARD": False, "CAUSAL": False, "MASKED": 0, "BIASED": False, **FORMS[form],
         "PRECISION": "tf32" if dtype == "fp32" else "ieee", "D": size, "BD": padded(size),

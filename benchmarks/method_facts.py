@@ -25,6 +25,13 @@ def _facts(equation: str, start: str, rates: dict[str, str], when: str, never: s
 
 
 FACTS = {
+    "anchor_kl": _facts(
+        r"J = \lambda\, \mathrm{KL}\big(p_0 \,\Vert\, p\big), \quad p_0 \text{ the frozen start}",
+        "`AnchorKL(0.1)`",
+        {"fine-tuning": "0.01 to 1; tune on a logarithmic scale"},
+        "when fine-tuning should not change predictions elsewhere; with LoRA it needs no second copy",
+        "from scratch, or where the head is new: the start predicts nothing",
+    ),
     "arora_dropout": _facts(
         r"J = \frac{p}{1-p} \sum_j \Big(\frac{1}{n}\sum_i x_{ij}^2\Big) \lVert W_{:j} \rVert^2",
         "`AroraDropout(value=0.01, ffn=0.01)`",
@@ -177,6 +184,13 @@ FACTS = {
         },
         "for language models that ignore parts of a long input",
         "where single tokens carry the label: short texts, code",
+    ),
+    "l2_sp": _facts(
+        r"J = \tfrac{\lambda}{2} \lVert W - U \rVert^2, \quad U \text{ the pre-trained weights}",
+        "`L2SP(0.01)`",
+        {"fine-tuning": "0.001 to 0.1 (the paper)"},
+        "as the weight decay of fine-tuning",
+        "from scratch, or on maps that are frozen under LoRA",
     ),
     "layer_drop": _facts(
         r"x_{l+1} = x_l + m_l\,(f_l(x_l) - x_l), \quad m_l \sim \mathrm{Bernoulli}(1-p)",

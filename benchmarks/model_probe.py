@@ -18,7 +18,7 @@ import re
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -213,8 +213,12 @@ class Probe:
         pairs: list[tuple[Core, Core | None]] = []
         for plain in self.facts.cores:
             at = next((i for i, c in enumerate(left) if c.shape == plain.shape), None)
-            pairs.append((plain, None if at is None else left[at]))
-            left = left if at is None else left[at + 1 :]
+            if at is None:
+                whole, left = _blocks_of_queries(plain, left)
+                pairs.append((plain, whole))
+                continue
+            pairs.append((plain, left[at]))
+            left = left[at + 1 :]
         return pairs
 
     def _hidden(self, name: str, expected: Callable[[Tensor], Tensor], repeats: int = 2) -> Finding:
@@ -426,7 +430,6 @@ class Probe:
                     seen[b.module] += 1
         seen = Counter()
         found: dict[str, bool] = {}
-        reached_kinds: set[str] = set()
         attending = {c.module for c in facts.cores}
         pending = []
         for b in facts.branches:
@@ -435,11 +438,10 @@ class Probe:
             if any(b.samples_zero) or (len(b.shape) == 2 and b.shape[0] == self.samples):
                 continue  # one vector per sample: tokens were pooled before
             pending.append((b, bool(hit[key])))
-            if hit[key]:
-                reached_kinds.add(_kind(b.module))
         for i, (b, reached) in enumerate(pending):
-            if _kind(b.module) not in reached_kinds and b.module in attending:
-                continue  # positions added to queries and keys
+            of_attention = any(f"{b.module}.".startswith(f"{m}.") for m in attending if m)
+            if not reached and (of_attention or b.partial):
+                continue  # positions inside attention, sums of groups of channels (EdgeNeXt)
             above = any(
                 n.startswith(b.module + ".") or not b.module for n in layers_of(self.report)
             )
@@ -730,6 +732,22 @@ def _recorder() -> dampen.Regularizer:
     return _Recorder()
 
 
+def _blocks_of_queries(plain: Core, cores: list[Core]) -> tuple[Core | None, list[Core]]:
+    """The calls that together attend from all queries of one call of the plain model, as one, and the calls after them:
+    long rows are computed in blocks of queries."""
+    start = next((i for i, c in enumerate(cores) if c.module == plain.module), len(cores))
+    rows = 0
+    for end in range(start, len(cores)):
+        part = cores[end]
+        if (part.shape[0], part.shape[2]) != (plain.shape[0], plain.shape[2]) or part.seen is None:
+            break
+        rows += part.shape[1]
+        if rows == plain.shape[1]:
+            seen = torch.cat([c.seen for c in cores[start : end + 1] if c.seen is not None], 1)
+            return replace(cores[start], shape=plain.shape, seen=seen), cores[end + 1 :]
+    return None, cores
+
+
 def depth_finding(cores: list[Core]) -> Finding:
     """Whether the depths rise with the order of execution, in each chain of attentions that depend on each other."""
     roots: dict[str, list[float]] = defaultdict(list)
@@ -770,11 +788,6 @@ def depth_finding(cores: list[Core]) -> Finding:
 def _root(site: str) -> str:
     """The name up to its first number."""
     return re.split(r"\.?\d", site, maxsplit=1)[0]
-
-
-def _kind(module: str) -> str:
-    """The name without its last number: what layers of one list share."""
-    return re.sub(r"\d+(?=\D*$)", "#", module)
 
 
 def layers_of(report: str) -> dict[str, str]:

@@ -46,14 +46,16 @@ def page(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
         *(_row(name, cases, record["versions"].get(name, "")) for name, cases in libraries.items()),
         "",
-        "The last column counts pairs of a model and a method that applies to it." + _older(record), "",
+        "The last column counts pairs of a model and a method that applies to it. "
+        f"In {sum(map(unchecked, libraries.values()))} of them the method acts, and the probe does not know the value "
+        "that it should have (mixtures of experts, values that no single linear layer makes)." + _older(record), "",
     ]  # fmt: skip
     faults = [line for name, cases in libraries.items() for line in _faults(name, cases)]
     if faults:
         lines += [_FAULTS, *faults, ""]
     lines.append(_LISTS)
     for name, cases in libraries.items():
-        lines += _list(name, cases)
+        lines += _list(name, cases, _probe(record["code"]))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -73,6 +75,17 @@ def outcomes(case: dict[str, Any]) -> dict[str, tuple[str, str]]:
         outcome, why = (said, "") if isinstance(said, str) else said
         found[name] = ("works" if outcome == "unchecked" else outcome, why)
     return found
+
+
+def unchecked(cases: dict[str, Any]) -> int:
+    """How many cases count as working although the probe does not know what they should give."""
+    said = [
+        value if isinstance(value, str) else value[0]
+        for case in cases.values()
+        for method, value in case.get("methods", {}).items()
+        if method in METHODS
+    ]
+    return said.count("unchecked")
 
 
 def state(case: dict[str, Any]) -> str:
@@ -111,13 +124,22 @@ def _faults(library: str, cases: dict[str, Any]) -> Iterable[str]:
             yield f"- {library} `{name}`: {'; '.join(bad)}"
 
 
-def _list(library: str, cases: dict[str, Any]) -> list[str]:
+def _probe(code: str) -> int:
+    """The version of the probe in the version of the code that a model was judged with; 0: the code says none."""
+    version = code.partition("-")[2]
+    return int(version) if version else 0
+
+
+def _list(library: str, cases: dict[str, Any], newest: int) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, case in cases.items():
-        groups.setdefault(state(case), []).append(name)
+        kind = state(case)
+        older = "older " if kind == "works" and _probe(case["code"]) < newest else ""
+        groups.setdefault(older + kind, []).append(name)
     lines = [f'<details markdown="1"><summary>{library}: {len(cases)} models</summary>', ""]
     for key, title in (
         ("works", "All methods that apply work"),
+        ("older works", "All methods that apply worked when an older version of the probe judged"),
         ("no attention", "No softmax attention over tokens"),
         ("not built", "Not built here"),
     ):
@@ -125,15 +147,22 @@ def _list(library: str, cases: dict[str, Any]) -> list[str]:
             lines += [f"{title}: {', '.join(groups[key])}.", ""]
     refusing = groups.get("refused", [])
     if refusing:
-        lines += ["| some methods refused | which | why |", "|---|---|---|"]
+        lines += ["| some methods refused | which | why | code |", "|---|---|---|---|"]
         for name in refusing:
             reasons: dict[str, list[str]] = {}
             for method, (outcome, why) in outcomes(cases[name]).items():
                 if outcome == "refused":
                     reasons.setdefault(_short(why), []).append(method)
             for i, (why, methods) in enumerate(reasons.items()):
-                lines.append(f"| {name if i == 0 else ''} | {', '.join(methods)} | {why} |")
+                first = (name, f"`{cases[name]['code']}`") if i == 0 else ("", "")
+                lines.append(f"| {first[0]} | {', '.join(methods)} | {why} | {first[1]} |")
         lines.append("")
+    codes = Counter(case["code"] for case in cases.values())
+    judged = ", ".join(f"`{code}` {n}" for code, n in codes.most_common())
+    lines += [
+        f"Models by the code that judged them (its hash and the probe's version): {judged}.",
+        "",
+    ]
     return [*lines, "</details>", ""]
 
 

@@ -616,10 +616,15 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
                 cut = (draw.randrange(3) * heads * size, heads * size)
                 y = y[..., cut[0] : sum(cut)].unflatten(-1, (heads, size)).transpose(1, 2)
             factor = draw.choice([0.1, 1.0])
-            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version))
+            rows = None  # or 0 for padding, and weights between
+            if draw.random() < 0.5:
+                rows = torch.rand(b, n, device="cpu").mul_(2).sub_(0.7).clamp_(0, 1)
+                rows = guarded(rows) if guard else rows
+            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version, rows))
             wide = [t.detach().double().requires_grad_() for t in (x, weight)]
             own = wide[1] if cut is None else wide[1][cut[0] : sum(cut)]
-            value = value + factor * (wide[0] @ own.mT).square().sum()
+            squares = (wide[0] @ own.mT).square().sum(-1)
+            value = value + factor * (squares if rows is None else squares * rows).sum()
             leaves += [x, weight] + ([] if bias is None else [bias])
             wide_leaves += [*wide] + (
                 [] if bias is None else [torch.zeros_like(bias, dtype=torch.float64)]

@@ -83,6 +83,7 @@ class Branch:
     samples_zero: tuple[bool, ...]
     base: int = 0  # bit set: what the tensor was computed from that it is added to
     parallel: bool = False  # it is added to another branch of the same tensor
+    partial: bool = False  # it is added to a part of a larger tensor, as to one group of channels
 
 
 @dataclass
@@ -264,7 +265,10 @@ class Trace(TorchDispatchMode):
             or not given[0].is_floating_point()
         ):
             return
-        for a, b, tensor in ((tags[0], tags[1], given[1]), (tags[1], tags[0], given[0])):
+        for a, b, other, tensor in (
+            (tags[0], tags[1], given[0], given[1]),
+            (tags[1], tags[0], given[1], given[0]),
+        ):
             if b.before & _CONTENT and not a.before & _CONTENT:
                 continue
             between = b.before & ~a.before
@@ -274,7 +278,16 @@ class Trace(TorchDispatchMode):
                 zero = tuple((flat == 0).all(1).tolist())
                 base, shape = a.before & b.before, tuple(tensor.shape)
                 self.branches.append(
-                    Branch(self.stack[-1], shape, between, b.near, zero, base, parallel)
+                    Branch(
+                        self.stack[-1],
+                        shape,
+                        between,
+                        b.near,
+                        zero,
+                        base,
+                        parallel,
+                        partial=other.untyped_storage().nbytes() > other.nbytes,
+                    )
                 )
                 if not parallel:
                     return

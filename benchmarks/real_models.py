@@ -47,6 +47,8 @@ BY_HAND = {
 }
 """What one would write instead of each method. Of several the fastest counts."""
 PATHS = ("native", "torch")
+REPLACED = "native, replace_attention"
+"""The same for a model that computes its attention itself, `regularize(..., replace_attention=True)`."""
 
 
 def methods() -> dict[str, list[Any]]:
@@ -79,6 +81,8 @@ def variants(name: str) -> dict[str, Callable[[], None]]:
         if path == "torch" or available():
             for method, regularizers in methods().items():
                 found[f"{method}, {path}"] = regularized(subject, regularizers, path)
+                if path == "native" and subject.dropped and name != "timm Swin":
+                    found[f"{method}, {REPLACED}"] = regularized(subject, regularizers, REPLACED)
     return found
 
 
@@ -88,7 +92,7 @@ def regularized(subject: Any, regularizers: Sequence[Any], path: str) -> Callabl
     from dampen.native.library import torch_only
 
     model = subject.copy()
-    reg = dampen.regularize(model, list(regularizers))
+    reg = dampen.regularize(model, list(regularizers), replace_attention=path == REPLACED)
     step = subject.step(lambda: reg.loss(lambda: subject.forward(model), subject.loss)[0])
 
     def run() -> None:
@@ -150,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {"models": {}}
     if RECORD.exists() and not options.again and not options.print:
         record = json.loads(RECORD.read_text())
+    build_kernels()
     wanted = [n for n in options.only or SUBJECTS if options.again or n not in record["models"]]
     for name in wanted:
         print(f"{name}: {60 * options.minutes / len(wanted):.0f} s", file=sys.stderr, flush=True)
@@ -164,6 +169,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import costs_page
 
     return costs_page.main([])
+
+
+def build_kernels() -> None:
+    """The native kernels of this code; where they cannot be built, only torch is measured."""
+    from dampen.native.library import BuildError, build
+
+    try:
+        build()
+    except BuildError as error:
+        print(f"native kernels were not built: {error}", file=sys.stderr)
 
 
 def in_a_process(name: str, minutes: float) -> dict[str, Any]:
@@ -199,7 +214,9 @@ def table(record: dict[str, Any]) -> list[str]:
     lines.append(f"| **goal, native** | {goals} |")
     for name, found in record["models"].items():
         rows = found["rows"]
-        for path in PATHS:
+        for path in (*PATHS, REPLACED):
+            if f"DropKey, {path}" not in rows:
+                continue
             cells = [
                 cell(rows.get(f"{m}, {path}"), GOALS[m] if path == "native" else None)
                 for m in GOALS

@@ -57,8 +57,8 @@ class Learnt(ValueNorm):
     ("methods", "error", "message"),
     [
         ([], ValueError, "at least one regularizer"),
-        ([DropKey], TypeError, r"got the class DropKey. Write DropKey\(...\)"),
-        (["drop_key"], TypeError, "got 'drop_key' of type str"),
+        ([DropKey], TypeError, r"got the class DropKey. Write DropKey\(\)"),
+        ([3], TypeError, "got 3 of type int"),
         ([Regularizer()], ValueError, "overrides no stage"),
         ([DropKey([0.1, 0.2, 0.3])], ValueError, "has 3 values, but 2 layers"),
         ([DropKey(lambda depth, progress: depth * 1.5)], ValueError, "got 1.5"),
@@ -464,7 +464,7 @@ def test_registry_finds_the_nearest():
         find_method("dropkeys")
 
 
-@pytest.mark.parametrize("methods", [None, "drop_key"])
+@pytest.mark.parametrize("methods", [None, [DropKey(0.1), None]])
 def test_methods_that_are_no_regularizers(methods):
     with pytest.raises(TypeError, match=r"takes regularizers such as DropKey\(0.1\)"):
         dampen.regularize(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dampen.public import *  # noqa: F403
+    from dampen.studies.combine import combine as combine
     from dampen.studies.compare import compare as compare
     from dampen.studies.errors import Stopped as Stopped
     from dampen.studies.study import Study as Study
@@ -21,6 +22,7 @@ _STUDIES = {
     "Stopped": "dampen.studies.errors",
     "Study": "dampen.studies.study",
     "Trial": "dampen.studies.trainer.user_trial",
+    "combine": "dampen.studies.combine",
     "compare": "dampen.studies.compare",
     "load": "dampen.studies.study",
 }

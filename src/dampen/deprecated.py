@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from dampen.names import nearest
 
 PUBLIC = {"Regularization": "Handle"}
 """Names of `dampen`."""
@@ -40,6 +43,8 @@ def accepts_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
         function: which has some of the new names in `ARGUMENTS`.
     """
 
+    known = inspect.signature(function).parameters
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         for old, new in ARGUMENTS.items():
@@ -50,6 +55,11 @@ def accepts_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
                     )
                 warn_renamed(f"{function.__name__}({old}=...)", f"{function.__name__}({new}=...)")
                 kwargs[new] = kwargs.pop(old)
+        for name in kwargs:
+            if name not in known and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}{nearest(name, known)}"
+                )
         return function(*args, **kwargs)
 
     return wrapper

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from dampen.hooks.example import run_example
 from dampen.hooks.optimizer import AttachedOptimizer, unwrap
 from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.hooks.sampling import sampling_own
+from dampen.hooks.start import Start
 from dampen.hooks.swap import swap
 from dampen.hooks.weights import carrying
 from dampen.native.library import use_native_kernels
@@ -34,7 +37,7 @@ from dampen.two_pass.reuse import SharedBlocks
 @accepts_old_arguments
 def regularize(
     model: nn.Module,
-    methods: Regularizer | Iterable[Regularizer],
+    methods: Regularizer | str | Iterable[Regularizer | str],
     target_modules: str | Sequence[str] = "*",
     *,
     attention: str = "all",
@@ -43,6 +46,8 @@ def regularize(
     strict: bool = True,
     example: Any = None,
     attach_to_loss: bool | float = False,
+    keep_start: bool = False,
+    replace_attention: bool = False,
 ) -> Handle:
     """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
     they were. Learned rates (`learn=`) alone are parameters that the model gains: they are in `model.parameters()`, so
@@ -51,7 +56,8 @@ def regularize(
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
             computed by its own code; what cannot be told is refused.
-        methods: one regularizer or several; each is cloned, the given objects are left alone.
+        methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) + drop_head". Each is
+            cloned, the given objects are left alone.
         target_modules: pattern(s) of dotted names of layers or attention modules, as in
             `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
@@ -66,6 +72,10 @@ def regularize(
         attach_to_loss: for trainers whose loss cannot be touched: adds the penalty gradients through the loss that the
             model itself returns, whose value stays what it was (`reg.attached` has the penalties). A number instead
             of True where it returns none: how much of that gradient each backward adds.
+        keep_start: keep the weights of now, for `reg.interpolate` and `reg.at_start`.
+        replace_attention: attention that the model computes itself, softmax(c q k^T + mask) v, runs
+            as dampen's, in training with a method in it. Faster, and equal up to rounding: the
+            first forward of each shape compares both. Anything else stays as it is.
 
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
@@ -73,15 +83,17 @@ def regularize(
     >>> loss, terms = reg.loss(lambda: model(torch.randn(4, 3, 8, 8)), lambda out: out.square().mean())
     >>> reg.remove()
     """
-    if methods is None or isinstance(methods, str):
-        raise TypeError(
-            f"regularize takes regularizers such as DropKey(0.1), or a list of them, got {methods!r}."
-        )
-    chosen = [methods] if isinstance(methods, Regularizer) else list(methods)
+    chosen = _chosen(methods)
     check_model(model)
     use_native_kernels()
     layers, clones, prefix = attach(model, chosen, target_modules, attention, projections, depth)
     reg = Handle(model, chosen, layers, clones, prefix, strict)
+    if keep_start and reg.start is None:
+        reg.start = Start(model)
+    for module in model.modules() if replace_attention else ():
+        site = module.__dict__.get("_dampen_attention")
+        if site is not None:
+            site.replaced = {}
     if attach_to_loss is not False:
         try:
             _attach_to_loss(reg, attach_to_loss)
@@ -96,6 +108,26 @@ def regularize(
             reg.remove()
             raise
     return reg
+
+
+def _chosen(methods: Any) -> list[Any]:
+    """The regularizers of an argument `methods`: texts are read, objects stay. `attach` checks what they are."""
+    if methods is None:
+        raise TypeError(
+            "regularize takes regularizers such as DropKey(0.1), a list of them, or text, got None."
+        )
+    given = [methods] if isinstance(methods, Regularizer | str | type) else list(methods)
+    # the names of methods are known above this module, so the reader of texts is found when needed
+    read = importlib.import_module("dampen.texts").read_methods
+    chosen = [m for g in given for m in (read(g) if isinstance(g, str) else [g])]
+    names = [type(m).__name__ for m in chosen]
+    for twice in sorted({name for name in names if names.count(name) > 1}):
+        warnings.warn(
+            f"regularize got {twice} {names.count(twice)} times; each acts, one after the other. Leave one out if "
+            "that is not meant.",
+            stacklevel=4,
+        )
+    return chosen
 
 
 def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
@@ -139,6 +171,8 @@ class Handle(OldNames):
         self.attached: dict[
             str, Tensor
         ] = {}  # with `attach_to_loss`, the penalties of the last training forward
+        self.start = Start(model) if any(m.reads_start for m in methods) else None
+        self.anchoring = False  # whether the model runs as its own start
         self._optimizers: list[AttachedOptimizer] = []
         self._stepping = [c for c in clones if c.stages & set(STEP_STAGES)]
         self._writes = self._count_writes()
@@ -229,6 +263,11 @@ class Handle(OldNames):
         comparing = [r for r in self.clones if "outputs" in r.stages and self._acts(r)]
         several = [r for r in self.clones if r.passes > 1 and self._acts(r)]
         passes = max((r.passes for r in several), default=1)
+        anchored = [r for r in comparing if r.reads_start]
+        reference = None
+        if anchored:
+            with torch.no_grad(), self.at_start():
+                reference = _logits(forward(), logits).detach()
         with self._ledger.asking():
             if passes == 1:
                 outputs.append(forward())
@@ -247,6 +286,7 @@ class Handle(OldNames):
             taken = [_logits(o, logits) for o in outputs]
             with self._ledger.asking():
                 for r in comparing:
+                    r.reference = reference if r.reads_start else None
                     r.outputs(taken[: r.passes] if r.passes > 1 else taken, valid)
             terms |= self._taken()
         tasks = [
@@ -358,6 +398,8 @@ class Handle(OldNames):
             "parameters": learnt,
             "methods": [r.name for r in self.methods],
         }
+        if self.start is not None:
+            state["start"] = self.start.state_dict()
         return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -380,8 +422,45 @@ class Handle(OldNames):
         for key, value in state["parameters"].items():
             r, name = own[key]
             r.restore(name, value)
+        if self.start is not None and "start" in state:
+            self.start.load_state_dict(state["start"])
         self.prefix.doubled.go_on(state)
         self.progress(state["progress"])
+
+    @contextlib.contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Inside, the model is what it was at `regularize`, in eval mode and without regularizers:
+        with the weights of then, or with its LoRA adapters off."""
+        start = self._kept_start("reg.at_start()")
+        self.anchoring = True
+        try:
+            with self.disable(), start.entered(self.model):
+                yield
+        finally:
+            self.anchoring = False
+
+    @contextlib.contextmanager
+    def interpolate(self, alpha: float) -> Iterator[None]:
+        """Inside, the weights are (1 - alpha) start + alpha now, for a fine-tuned model that should
+        stay robust: WiSE-FT (arXiv 2109.01903). Of LoRA adapters, alpha is their share.
+
+        Args:
+            alpha: 0 is the model at `regularize`, 1 the model as it is.
+        """
+        start = self._kept_start("reg.interpolate(alpha)")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"reg.interpolate takes alpha in [0, 1], got {alpha!r}.")
+        with start.interpolated(self.model, alpha):
+            yield
+
+    def _kept_start(self, what: str) -> Start:
+        self._alive()
+        if self.start is None:
+            raise RuntimeError(
+                f"{what} needs the starting weights, which were not kept. Load the pre-trained "
+                "weights, then call dampen.regularize(..., keep_start=True), or use AnchorKL."
+            )
+        return self.start
 
     @contextlib.contextmanager
     def averaged(self, loader: Iterable[Any] | None = None) -> Iterator[None]:

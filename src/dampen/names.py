@@ -7,10 +7,12 @@ No torch here, so that the command can list, show and complain without waiting f
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 STEP_STAGES = ("before_step", "after_step")
 """Around a step of the optimizer, outside the forward."""
@@ -91,6 +93,44 @@ def nearest(word: object, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(sorted(words))}"
+
+
+def close_names(word: str, known: Iterable[str], most: int = 5) -> str:
+    """The names most like a wrong one, for lists that are too long to print.
+
+    >>> close_names("vit_tinny", ["vit_tiny", "vit_base", "resnet18"], 2)
+    'The closest names: vit_tiny, vit_base.'
+
+    Args:
+        word: the wrong name.
+        known: all names.
+        most: how many to suggest.
+    """
+    close = difflib.get_close_matches(word, list(known), n=most, cutoff=0.0)
+    return f"The closest names: {', '.join(close)}."
+
+
+def check_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    """An `__init__` whose error for a wrong keyword names the nearest right one.
+
+    Args:
+        init: the `__init__` of a class.
+    """
+    parameters = inspect.signature(init).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return init
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in parameters:
+                known = [p for p in parameters if p != "self"]
+                raise TypeError(
+                    f"{type(self).__name__} has no argument {name!r}{nearest(name, known)}"
+                )
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 def moved_out(module: str, name: str, folder: str, moved: Mapping[str, str]) -> NoReturn:

@@ -47,7 +47,7 @@ from dampen.names import ATTENTION_STAGES as ATTENTION_STAGES
 from dampen.names import BLOCK_STAGES as BLOCK_STAGES
 from dampen.names import LINEAR_STAGES as LINEAR_STAGES
 from dampen.names import LOSS_STAGES as LOSS_STAGES
-from dampen.names import MATRIX_STAGES, leave_out
+from dampen.names import MATRIX_STAGES, check_keywords, leave_out
 from dampen.names import MODEL_STAGES as MODEL_STAGES
 from dampen.names import STAGES as STAGES
 from dampen.names import STEP_STAGES as STEP_STAGES
@@ -106,6 +106,13 @@ class Regularizer(nn.Module):
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
     needs_module: ClassVar[bool] = False
     """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
+    skips_samples: bool = False
+    """True where a branch may run on the samples of `keep_samples` alone."""
+    not_skipped: str = ""
+    """Why a method that skips computes all the same in its layer."""
+    reads_start: ClassVar[bool] = False
+    """True where `outputs` reads `self.reference`, the logits of the model at `regularize`."""
+    reference: Tensor | None = None
     reads_ids: ClassVar[bool] = False
     """True where `embeddings` reads `self.input_ids`, the integer input of the embedding."""
     input_ids: Tensor | None = None
@@ -154,6 +161,8 @@ class Regularizer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = check_keywords(cls.__init__)  # type: ignore[method-assign]
         if "neutral" in vars(cls) and "zero_is_identity" not in vars(cls):
             cls.zero_is_identity = False
         cls._name = snake_case(
@@ -271,6 +280,11 @@ class Regularizer(nn.Module):
 
     def after_step(self, call: StepCall) -> None:
         """After a step of such an optimizer, once for the whole model."""
+
+    def keep_samples(self, x: Tensor, memory: dict[int, Any]) -> Tensor | None:
+        """For `skips_samples`: the numbers of the samples that keep the branch about to run on x;
+        None for all. `memory` is that of the branch's call."""
+        return None
 
     def pass_weights(self) -> tuple[float | Tensor, ...] | None:
         """For methods with several passes: the factors of their task losses; None for the mean."""

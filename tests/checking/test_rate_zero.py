@@ -7,6 +7,7 @@ from torch.overrides import TorchFunctionMode
 import dampen
 from dampen import late, linear
 from dampen.registry import methods
+from dampen.regularizer import MODEL_STAGES, STEP_STAGES
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -35,7 +36,7 @@ def calls(model):
 
 
 RATES = sorted(
-    name for name, cls in methods().items() if cls.stages - {"inputs", "embeddings", "outputs"}
+    name for name, cls in methods().items() if cls.stages - {*MODEL_STAGES, *STEP_STAGES}
 )
 
 

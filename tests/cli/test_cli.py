@@ -52,6 +52,12 @@ def run(capsys, *arguments):
     return left.value.code or 0, out, err
 
 
+@pytest.fixture(autouse=True)
+def _with_the_papers(monkeypatch):
+    """The data sets and recipes of the papers come from a plug-in."""
+    monkeypatch.setenv("DAMPEN_PLUGINS", "reproductions")
+
+
 @pytest.fixture
 def tiny(tmp_path):
     path = tmp_path / "tiny.toml"

@@ -67,7 +67,8 @@ def test_a_batch_without_samples(name, subject):
         loss, terms = reg.loss(lambda: model(*inputs), lambda out: out.square().sum())
         loss.backward()
         for term, value in terms.items():
-            assert value.item() == 0.0, term
+            # a loss of 0 lies below the level of Flooding, with no gradient to turn around
+            assert value.item() == 0.0 or term == "flooding", term
         for parameter in model.parameters():
             assert parameter.grad is None or not parameter.grad.any()
     reg.remove()

@@ -618,3 +618,19 @@ def test_a_stream_of_the_tokens_that_an_attention_keeps_is_one_still():
     out = model(X)
     assert out.shape == (B, 4, D)
     assert all((X[b] == row).all(-1).any() for b in range(B) for row in out[b])
+
+
+@pytest.mark.parametrize("form", ["paper", "exact", "inverted"])
+def test_generating_in_train_mode_without_gradients_needs_no_penalty(form):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    reg = dampen.regularize(model, ExplicitDropout(attended_value=0.1, form=form))
+    ids = torch.randint(1, 50, (2, 5))
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, pad_token_id=0)
+    assert out.shape == (2, 8)
+    assert float(reg.penalty()) == 0.0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import dampen
 from dampen import ExplicitDropout
@@ -91,3 +91,48 @@ def test_a_trainer_class_of_ones_own(tmp_path):
     trainer.train()
     bare(twin, dampen.regularize(twin, METHODS["penalty"]()), data, 4)
     same(weights(model), weights(twin))
+
+
+class Gradients(TrainerCallback):
+    """The gradients of the first step, before they are used."""
+
+    def __init__(self):
+        self.found = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.found is None:
+            self.found = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
+
+
+def gradients(folder, build, data, size, accumulation, value, attached):
+    """Of one step over 8 examples, with a penalty of this coefficient."""
+    model = build()
+    seen = Gradients()
+    methods = ExplicitDropout(value=value)
+    reg = dampen.regularize(model, methods, attach_to_loss=attached) if value else None
+    args = arguments(folder, accumulation, steps=1, per_device_train_batch_size=size)
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[seen])
+    if reg is not None and not attached:
+        hf.install(trainer, reg)
+    trainer.train()
+    return seen.found
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("language", [False, True])
+def test_accumulation_keeps_the_weight_of_penalties(tmp_path, language, attached):
+    """8 examples at once and 4 times 2 give the same gradient of the task and of the penalty."""
+    build, data = (llama, texts(8)) if language else (bert, sentences(8))
+
+    def penalty(size, accumulation):
+        one, none = (
+            gradients(tmp_path, build, data, size, accumulation, value, attached)
+            for value in (3.0, 0)
+        )
+        return torch.cat([(one[n] - none[n]).flatten() for n in one])
+
+    whole, parts = penalty(8, 1), penalty(2, 4)
+    assert whole.norm() > 1e-3
+    assert (parts @ whole / whole.square().sum()).item() == pytest.approx(1.0, abs=0.15)

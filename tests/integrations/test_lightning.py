@@ -268,3 +268,47 @@ def test_fabric_equals_a_loop_by_hand_also_when_resumed(tmp_path, kind, accumula
         losses, found = by_fabric(tmp_path, kind, accumulation, resume)
         assert losses == expected[8 if resume else 0 :]
         same(found, weights(twin))
+
+
+class InADict(torch.nn.Module):
+    """A model whose output holds its logits under a name of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return {"found": self.inner(x)}
+
+
+class TaskOfADict(Task):
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.model(x)["found"], y)
+
+
+def test_logits_says_where_the_predictions_are(tmp_path):
+    """Two passes are compared as those of a model that returns a tensor."""
+    found = []
+    for build, task, logits in (
+        (vit, Task, None),
+        (lambda: InADict(vit()), TaskOfADict, lambda out: out["found"]),
+    ):
+        model = build()
+        reg = dampen.regularize(model, [DropKey(0.3), RDrop(1.0)])
+        seeded = Seeded()
+        lightning.Trainer(
+            max_steps=3, callbacks=[seeded, Regularize(reg, logits=logits)], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+            enable_model_summary=False, default_root_dir=tmp_path,
+        ).fit(task(model), DataLoader(images(), batch_size=4))  # fmt: skip
+        found.append(seeded.losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    model = InADict(vit())
+    reg = dampen.regularize(model, [DropKey(0.3), RDrop(1.0)])
+    trainer = lightning.Trainer(
+        max_steps=1, callbacks=[Regularize(reg)], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=r"Regularize\(reg, logits="):
+        trainer.fit(TaskOfADict(model), DataLoader(images(), batch_size=4))

@@ -41,7 +41,11 @@ def test_every_example_is_tested():
     own = {"timm_image_folder.py", "my_method.py"}  # below
     elsewhere = {"finetune_minilm_rdrop.py"}  # in tests/integrations/test_guides.py
     assert {p.name for p in EXAMPLES.glob("*.py")} == set(ROWS) | own | elsewhere
-    assert {p.name for p in EXAMPLES.glob("*.ipynb")} == {"compare.ipynb", "reading_a_study.ipynb"}
+    assert {p.name for p in EXAMPLES.glob("*.ipynb")} == {
+        "compare.ipynb",
+        "gpu_check.ipynb",  # needs a GPU
+        "reading_a_study.ipynb",
+    }
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The probe of the model sweep notices what it is there for: each fault is planted in a toy model, and found."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dampen
-from benchmarks.model_probe import Core, Probe, depth_finding, said, verdict
+from benchmarks.model_probe import (
+    Core,
+    Probe,
+    _blocks_of_queries,
+    depth_finding,
+    said,
+    verdict,
+)
 from dampen.native import library
 
 
@@ -220,6 +228,19 @@ def test_depth_rises_with_the_order_of_execution(
 ) -> None:
     cores = [core(i, site, depth, (1 << i) - 1) for i, (site, depth) in enumerate(depths)]
     assert depth_finding(cores).outcome == outcome
+
+
+def test_blocks_of_queries_are_one_attention_call() -> None:
+    def seen(rows: int) -> Core:
+        one = core(0, "attn", 0.0, 0)
+        return replace(one, shape=(2, rows, 5), seen=torch.rand(2, rows, 5) < 0.5)
+
+    parts = [seen(4), seen(4), seen(1), seen(9)]
+    whole, rest = _blocks_of_queries(replace(parts[0], shape=(2, 9, 5)), parts)
+    assert whole is not None
+    assert torch.equal(whole.seen, torch.cat([p.seen for p in parts[:3]], 1))  # type: ignore[misc]
+    assert rest == parts[3:]
+    assert _blocks_of_queries(replace(parts[0], shape=(2, 7, 5)), parts) == (None, parts)
 
 
 def test_two_towers_in_one_stack_are_wrong() -> None:

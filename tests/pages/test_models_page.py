@@ -34,8 +34,13 @@ def test_a_model_counts_once() -> None:
         "no attention",
         "not built",
     ]
-    text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}})
+    cases = {name: {**case, "code": f"abc-{9 + (name == 'good')}"} for name, case in cases.items()}
+    text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}, "code": "abc-10"})
     assert "| lib 1.2 | 6 | 5 (1 without softmax attention) | 2 | 1 | 1 | 3 of 6 (50.0 %) |" in text
-    assert "| part | DropHead | one head |" in text
+    assert "| part | DropHead | one head | `abc-9` |" in text
+    assert "All methods that apply work: good." in text
+    assert "an older version of the probe judged: loose." in text
+    assert "In 1 of them the method acts, and the probe does not know the value" in text
+    assert "`abc-9` 5, `abc-10` 1." in text
     assert "- lib `bad`: DropKey (wrong: leak)" in text
     assert len(METHODS) == 7

@@ -110,7 +110,7 @@ def test_sorting_by_mouse_and_by_keyboard(page):
     assert "Sorted by Method, ascending" in page.run(
         "document.getElementById('announce').textContent"
     )
-    page.run(f"document.querySelector('{head}:nth-child(4) button').focus()")
+    page.run(f"document.querySelector('{head}:nth-child(5) button').focus()")
     page.press("Enter", 13)
     assert names(page) == at_first
     page.press("Enter", 13)
@@ -265,7 +265,7 @@ def test_the_picker_drives_the_charts_and_not_the_differences(browser, report):
     page = browser.page()
     page.open(report, DONE)
     lines = "document.querySelectorAll('#t1-curves .mark-line path').length"
-    rows = "document.querySelectorAll('#t1-forest .mark-symbol path').length"
+    rows = "document.querySelectorAll('#t1-forest .role-mark.mark-symbol path').length"
     assert (page.run(lines), page.run(rows)) == (6, 5)
     page.click("#t1 [data-picker] [data-set=none]")
     page.wait(f"{lines} === 1")

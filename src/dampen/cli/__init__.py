@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
     "demo": (
         "dampen.cli.run:demo",
         "Compare every family of methods on embedded data; a few minutes, offline.",
@@ -22,17 +26,38 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "dampen.cli.run:run",
         "Run a recipe, your own or a paper's; an interrupted run resumes.",
     ),
-    "compare": ("dampen.cli.compare:compare", "Compare methods on your data and model, fairly."),
+    "noise": (
+        "dampen.cli.noise:noise",
+        "Measure how much your baseline varies between seeds.",
+    ),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
     "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
     "diagnose": (
         "dampen.cli.measure:diagnose",
-        "Measure a trained model: conditioning, calibration, robustness.",
+        "Measure a trained model: calibration, attention, conditioning.",
     ),
     "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
     "doctor": ("dampen.cli.measure:doctor", "Show what is installed, found and missing."),
 }
 """Name -> (module:function or module:Typer, one line of help). A line whose module does not exist is not offered."""
+PANELS = {
+    "compare": "Compare",
+    "demo": "Compare",
+    "noise": "Compare",
+    "run": "Compare",
+    "report": "Read results",
+    "bench": "Measure",
+    "diagnose": "Measure",
+}
+"""The panel of the help that a command stands in; the others stand in the last one."""
+LOADS_TORCH = ("bench", "compare", "demo", "diagnose", "doctor", "noise", "run")
+WIDEST = 100
+"""Columns of the help, also on a wider terminal."""
+NEEDED = ("typer", "rich", "msgspec", "numpy", "scipy")
+"""Modules of the extra `studies` without which no command starts."""
+WITHOUT_EXTRAS = """dampen: the command needs packages that are not installed: {missing}.
+Install them with: pip install 'dampen[studies]'
+Without them the library works (import dampen), and so does: dampen doctor --build"""
 
 EPILOG = """Examples:
 
@@ -69,6 +94,10 @@ def build(called: str | None) -> typer.Typer:
     Args:
         called: the subcommand that was typed; None without one.
     """
+    import typer
+    from typer import rich_utils
+
+    rich_utils.MAX_WIDTH = _width()
     app = typer.Typer(
         name="dampen",
         help="Put Transformer regularizers into any model, train, compare, and see which one is worth it.",
@@ -90,16 +119,22 @@ def build(called: str | None) -> typer.Typer:
             raise typer.Exit
 
     for name, (place, line) in available().items():
+        panel = PANELS.get(name, "Look up")
         if name != called:
-            app.command(name, help=line)(_placeholder)
+            app.command(name, help=line, rich_help_panel=panel)(_placeholder)
             continue
         module, attribute = place.split(":")
         found: Any = getattr(importlib.import_module(module), attribute)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, help=line)
+            app.add_typer(found, name=name, help=line, rich_help_panel=panel)
         else:
-            app.command(name, epilog=getattr(found, "examples", None))(found)
+            app.command(name, epilog=getattr(found, "examples", None), rich_help_panel=panel)(found)
     return app
+
+
+def _width() -> int:
+    """Columns of the terminal, at most `WIDEST`; `WIDEST` where there is no terminal."""
+    return min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
 
 
 RENAMED = {
@@ -137,6 +172,38 @@ def _load_plugins() -> None:
         raise SystemExit(2) from error
 
 
+def _say_loading() -> None:
+    """Importing torch takes seconds: say so at once, on standard error."""
+    if "torch" not in sys.modules:
+        print("loading torch ...", file=sys.stderr, flush=True)
+
+
+def without_extras(arguments: Sequence[str], missing: Sequence[str]) -> NoReturn:
+    """What the command does after `pip install dampen`: build the kernels, or name the packages to install.
+
+    Args:
+        arguments: as typed, without the name of the program.
+        missing: modules that are not installed.
+    """
+    if list(arguments) == ["--version"]:
+        from dampen import __version__
+
+        print(__version__)
+        raise SystemExit(0)
+    if list(arguments) != ["doctor", "--build"]:
+        print(WITHOUT_EXTRAS.format(missing=", ".join(missing)), file=sys.stderr)
+        raise SystemExit(2)
+    from dampen.native.library import BuildError, build, status
+
+    try:
+        build()
+    except BuildError as error:
+        print(f"dampen: the native kernels were not built: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    print(f"dampen: {status()}")
+    raise SystemExit(0)
+
+
 def _placeholder() -> None:
     """Stands in for a subcommand that was not called."""
 
@@ -148,7 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line; None: as typed.
     """
     arguments = renamed(sys.argv[1:] if arguments is None else arguments)
-    _load_plugins()
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        without_extras(arguments, missing)
     called = next((a for a in arguments if not a.startswith("-")), None)
+    if called in LOADS_TORCH and not {"-h", "--help"} & set(arguments):
+        _say_loading()
+    _load_plugins()
     app: Callable[..., Any] = build(called)
     app(args=arguments, prog_name="dampen")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from enum import StrEnum
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -36,38 +38,46 @@ def list_(
     if not rows:
         print(NO_RECIPES)
         return
-    table = Table(
-        title=f"{len(rows)} {what.value}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    last = "stages, paper" if what is What.methods else "paper, cost"
-    for column in ("name", "what it is", last):
-        table.add_column(
-            column,
-            overflow="fold",
-            no_wrap=column == "name",
-            max_width=60 if column == "what it is" else None,
-        )
-    for row in rows:
-        if what is What.methods:
-            about, more = (
-                re.sub(r" \(arXiv [^)]*\)", "", row["summary"]),
-                [", ".join(row["stages"]), *row["papers"]],
-            )
-        else:
-            about, more = row["title"], [row["paper"], row["cost"]]
-        table.add_row(escape(row["name"]), escape(about), escape("\n".join(more)))
     console = Console(highlight=False)
-    console.print(table)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 100
+    groups = _grouped(rows) if what is What.methods else {"Recipes": rows}
+    width = max(len(row["name"]) for row in rows) + 2
+    for title, members in groups.items():
+        console.print(f"[bold]{escape(title)}[/]")
+        for row in members:
+            about = row["title"] if what is What.recipes else row["summary"]
+            clause = re.sub(PAPER, "", about).partition(": ")[0].removesuffix(".")
+            short = shorten(clause, max(12, console.width - width - 2), placeholder=" …")
+            console.print(f"  {row['name']:<{width}}{short}", markup=False, no_wrap=True)
     follow = (
         "dampen show NAME"
         if what is What.methods
         else "dampen show RECIPE, dampen run RECIPE --dry-run"
     )
-    console.print(f"Next: {follow}", markup=False)
+    console.print(f"{len(rows)} {what.value}. Next: {follow}", markup=False)
+
+
+PAPER = r" \(arXiv [^)]*\)"
+GROUPS = {
+    "Attention": ("qkv", "mask", "logits", "probs", "heads"),
+    "Blocks and residual branches": ("branch", "block"),
+    "Linear layers and weights": ("operands", "product"),
+    "Inputs, embeddings and tokens": ("inputs", "embeddings", "tokens"),
+    "Outputs and loss": ("outputs", "task"),
+    "The training step": ("before_step", "after_step"),
+}
+"""Where a method acts: the first group with one of its stages."""
+OTHER = "Others"
+
+
+def _grouped(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The methods by where they act."""
+    found: dict[str, list[dict[str, Any]]] = {title: [] for title in [*GROUPS, OTHER]}
+    for row in rows:
+        title = next((t for t, stages in GROUPS.items() if set(stages) & set(row["stages"])), OTHER)
+        found[title].append(row)
+    return {title: members for title, members in found.items() if members}
 
 
 def _methods() -> list[dict[str, Any]]:

@@ -15,40 +15,84 @@ import typer
 from dampen.names import printable
 from dampen.studies.errors import LabError
 
+WHAT, DATA, JUDGING = "What to compare", "Data and model", "How to judge"
+TUNING, RUNNING, OUTPUT = "Tuning", "Where and how runs execute", "Output"
+"""Panels of the help."""
+
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, for machines.")
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON document to standard output, for machines.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 DataDir = Annotated[
     str | None,
     typer.Option(
-        "--data-dir", help="Where the data lies; default: $DAMPEN_DATA, then ~/.cache/dampen/data."
+        "--data-dir",
+        help="Where the data lies; default: $DAMPEN_DATA, then ~/.cache/dampen/data.",
+        rich_help_panel=DATA,
     ),
 ]
 Out = Annotated[
-    Path, typer.Option("--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.")
+    Path,
+    typer.Option(
+        "--out", envvar="DAMPEN_RUNS", help="Folder that holds the runs.", rich_help_panel=OUTPUT
+    ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Processes at once; default: one per core.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes at once; default: one per GPU, or per core.",
+        rich_help_panel=RUNNING,
+    ),
 ]
-Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard scalars too.")]
+PerGpu = Annotated[
+    int | None,
+    typer.Option(
+        "--per-gpu",
+        min=1,
+        help="Processes that share a GPU; default: 1.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Tensorboard = Annotated[
+    bool,
+    typer.Option("--tensorboard", help="Write TensorBoard scalars too.", rich_help_panel=OUTPUT),
+]
 Loggers = Annotated[
     list[str] | None,
-    typer.Option("--logger", help="Also log to wandb or to a logger of a package. Repeatable."),
+    typer.Option(
+        "--logger",
+        help="Also log to wandb or to a logger of a package. Repeatable.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Weights = Annotated[
     bool,
-    typer.Option("--save-weights/--no-save-weights", help="Save the selected weights of each run."),
+    typer.Option(
+        "--save-weights/--no-save-weights",
+        help="Save the selected weights of each run.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 AllowIncomplete = Annotated[
     bool,
     typer.Option(
-        "--allow-incomplete", help="Accept an incomplete copy of the data; the result file says so."
+        "--allow-incomplete",
+        help="Accept an incomplete copy of the data; the result file says so.",
+        rich_help_panel=DATA,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a value, as in train.lr=0.001. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a value, as in train.lr=0.001. Repeatable.",
+        rich_help_panel=WHAT,
     ),
 ]
 
@@ -82,9 +126,18 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
+OF_STUDIES = (
+    "altair filelock jinja2 lightning msgspec numpy PIL rich safetensors scipy sklearn "
+    "tokenizers torchmetrics typer vl_convert"
+).split()
+"""Modules that the extra `studies` installs."""
+
+
 def _known(error: Exception) -> tuple[str, int | None]:
-    """Message and exit code of the errors of data sets (3) and of paths that cannot be used (2); no code for what is
-    nobody's expected error."""
+    """Message and exit code of the errors of data sets (3), of paths that cannot be used and of packages that are not
+    installed (2). An error that nobody expects has no code."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in OF_STUDIES:
+        return f"{error.name} is not installed. Install it with: pip install 'dampen[studies]'", 2
     kinds = {"MissingData", "IncompleteData", "DamagedData"}
     if any(c.__name__ in kinds and c.__module__.startswith("dampen.") for c in type(error).__mro__):
         return str(error), 3
@@ -97,6 +150,10 @@ def _known(error: Exception) -> tuple[str, int | None]:
     return str(error), None
 
 
+SCHEMA = 1
+"""Version of the documents that --json prints; see docs/json.md."""
+
+
 def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
     """Say what is wrong and leave.
 
@@ -106,7 +163,7 @@ def fail(message: str, code: int, as_json: bool = False) -> NoReturn:
         as_json: print JSON for machines.
     """
     if as_json:
-        print(json.dumps({"error": message, "exit_code": code}))
+        print(json.dumps({"schema": SCHEMA, "error": message, "exit_code": code}))
     else:
         print(f"dampen: {printable(message)}", file=sys.stderr)
     raise typer.Exit(code)

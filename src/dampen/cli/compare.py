@@ -11,11 +11,16 @@ import typer
 from rich.console import Console
 
 from dampen.cli.common import (
+    DATA,
+    JUDGING,
+    RUNNING,
+    WHAT,
     AllowIncomplete,
     DataDir,
     Json,
     Loggers,
     Out,
+    PerGpu,
     Settings,
     Tensorboard,
     Weights,
@@ -27,7 +32,9 @@ from dampen.cli.running import (
     Address,
     Budget,
     Margin,
+    NoReport,
     SearchBy,
+    Title,
     Tune,
     UntilDecided,
     engine_options,
@@ -57,51 +64,71 @@ def compare(
             help="Training function as FILE.py:FUNCTION (default: the built-in trainer)."
         ),
     ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by commas; a + b puts both into one model.",
+            rich_help_panel=WHAT,
+        ),
+    ] = "drop_key",
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; default: digits."
+            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; several with commas. Default: digits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits."
+            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits.",
+            rich_help_panel=DATA,
         ),
     ] = None,
-    methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas; a + b puts both into one model.")
-    ] = "drop_key",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds per method.")] = 5,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="How many seeds per method.", rich_help_panel=JUDGING)
+    ] = 8,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned."
+            help="The test metric to judge by, as in f1 or rmse:min; default: the first returned.",
+            rich_help_panel=JUDGING,
         ),
     ] = None,
     settings: Settings = None,
     ignore_code_change: Annotated[
         bool,
         typer.Option(
-            "--ignore-code-change", help="Count runs that an older version of your code logged."
+            "--ignore-code-change",
+            help="Count runs that an older version of your code logged.",
+            rich_help_panel=WHAT,
         ),
     ] = False,
     folds: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Cross-validate in so many folds; each seed is one round of them."
+            min=2,
+            help="Cross-validate in so many folds; each seed is one round of them.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     data_dir: DataDir = None,
     allow_incomplete: AllowIncomplete = False,
-    accelerator: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
+    accelerator: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=RUNNING)
+    ] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="Where runs execute: local or ray.", rich_help_panel=RUNNING)
+    ] = "local",
     address: Address = None,
     workers: Workers = None,
+    per_gpu: PerGpu = None,
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out."
+            min=1,
+            help="Threads of each run; default: OMP_NUM_THREADS, or the cores shared out.",
+            rich_help_panel=RUNNING,
         ),
     ] = None,
     until_decided: UntilDecided = False,
@@ -114,12 +141,21 @@ def compare(
     weights: Weights = True,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check all, time a few steps, and show what would run."),
+        typer.Option(
+            "--dry-run",
+            help="Check all, time a few steps, and show what would run.",
+            rich_help_panel=RUNNING,
+        ),
     ] = False,
+    title: Title = None,
+    no_report: NoReport = False,
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Train the baseline and each method with the same seeds, data and options, and test which is better."""
+    if train is None and data is not None and "," in data and not Path(data).exists():
+        _over_data_sets([name.strip() for name in data.split(",") if name.strip()], dict(locals()))
+        return
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -133,9 +169,9 @@ def compare(
     refuse_search(search)
     tuning = tune is not None
     check_budget(budget)
-    options = engine_options(engine, workers, address)
+    options = engine_options(engine, workers, address, per_gpu)
     if train is not None:
-        _refuse_options_of_the_trainer(
+        refuse_options_of_the_trainer(
             {
                 "--data": data,
                 "--model": model,
@@ -146,7 +182,9 @@ def compare(
             }
         )
         changes = settings or []
-        asked = _own(train, methods, seeds, metric, changes, ignore_code_change, out, tuning)
+        asked = request_of_function(
+            train, methods, seeds, metric, changes, ignore_code_change, out, tuning
+        )
     else:
         from dampen.studies.request import request_parts
 
@@ -188,10 +226,9 @@ def compare(
     if options.get("engine", "local") == "local":
         Execution(**execution).check_here()  # before anything is written
     check_rows(plan, folder, Execution(**execution))
-    more = (
-        "for inconclusive methods, rerun with --until-decided: it adds seeds and keeps all results"
-    )
-    steps = [more] if not until_decided and budget is None else []
+    steps: list[str] = []
+    if title:
+        plan.header["title"] = title
     if tuning:
         from dampen.studies.tuning import tuned_recipe
 
@@ -211,6 +248,7 @@ def compare(
         from dampen.cli.running import race_and_conclude
 
         limits: dict[str, Any] = {"margin": margin, "budget": budget, "first": seeds}
+        limits["report"] = not no_report
         race_and_conclude(plan, folder, as_json, execution, steps, **limits, **options)
     execute(
         plan,
@@ -219,8 +257,44 @@ def compare(
         as_json,
         execution,
         steps,
+        not no_report,
         **options,
     )
+
+
+def _over_data_sets(names: list[str], given: dict[str, Any]) -> None:
+    """One comparison for each data set, then the answer over all of them."""
+    import contextlib
+
+    from dampen.studies.combine import combine
+    from dampen.studies.request import request_parts
+
+    folders = []
+    for name in names:
+        with contextlib.redirect_stdout(sys.stderr if given["as_json"] else sys.stdout):
+            try:
+                compare(**given | {"data": name, "as_json": False})
+            except typer.Exit as end:
+                if end.exit_code:
+                    raise
+        changes = [
+            *(given["settings"] or []),
+            *(["data.partial=true"] if given["allow_incomplete"] else []),
+        ]
+        places = {key: given[key] for key in ("metric", "data_dir", "out", "folds")}
+        asked = request_parts(
+            given["model"], name, given["methods"], given["seeds"], settings=changes, **places
+        )
+        tuned = "-tuned" if given["tune"] is not None else ""
+        folders.append(asked.folder.with_name(asked.folder.name + tuned))
+    if given["dry_run"]:
+        return
+    found = combine(folders)
+    if given["as_json"]:
+        print_json(found.to_dict())
+        return
+    print(f"\n{found}")
+    print(f"\nAll on one page: dampen report {' '.join(map(str, folders))} -o report.html")
 
 
 def check_budget(budget: str | None) -> None:
@@ -242,16 +316,20 @@ BRINGS = {
 """Options of the lab's trainer, and why a user's own training has no use for them."""
 
 
-def _refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
-    """Refuse what would be passed over in silence."""
+def refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
+    """Refuse what would be passed over in silence.
+
+    Args:
+        given: the options and their values.
+    """
     problems = [f"{name}: {BRINGS[name]}" for name, value in given.items() if value]
     if problems:
         raise ConfigError("The comparison", problems)
 
 
-def _own(
+def request_of_function(
     train: str,
-    methods: str,
+    methods: str | None,
     seeds: int,
     metric: str | None,
     settings: list[str],
@@ -259,7 +337,18 @@ def _own(
     out: Path,
     searching: bool,
 ) -> ComparisonRequest:
-    from dampen.studies.comparison import read_setting
+    """The comparison of a user's own training; without methods its baseline alone.
+
+    Args:
+        train: as FILE.py:FUNCTION.
+        methods: as text.
+        seeds: how many.
+        metric: the metric to judge by.
+        settings: what the function reads from `trial.params`, as KEY=VALUE.
+        same_code: count runs of an older version of the code.
+        out: the folder that holds the runs.
+        searching: settings are tuned on validation, which needs a metric.
+    """
     from dampen.studies.request import request_own
     from dampen.studies.trainer.user_function import function_in_file
 
@@ -267,14 +356,10 @@ def _own(
     if searching and metric is None:
         told = "pass the validation metric of your function that --tune maximizes, as in --metric accuracy or nll:min"
         problems.append(f"--metric: {told}")
-    params: dict[str, Any] = {}
-    for setting in settings:
-        key, value, problem = read_setting(setting)
-        problems += [problem] if problem else []
-        params[key] = value
     if problems:
         raise ConfigError("The comparison", problems)
-    command = ["dampen", "compare", train, "--methods", methods, "--seeds", str(seeds)]
+    said = ["compare", train, "--methods", methods] if methods else ["noise", train]
+    command = ["dampen", *said, "--seeds", str(seeds)]
     command += ["--metric", metric] if metric else []
     command += [part for setting in settings for part in ("--set", setting)]
     function = function_in_file(train)
@@ -283,7 +368,7 @@ def _own(
         methods,
         seeds,
         metric=metric,
-        params=params,
+        settings=settings,
         out=out,
         same_code=same_code,
         command=command,

@@ -20,7 +20,9 @@ from dampen.cli.common import AllowIncomplete, DataDir, Json, Out, command, prin
 dampen bench --size tiny
 dampen bench --batch 16 --methods drop_key,explicit_dropout
 dampen bench --methods "drop_key(rate=0.3), drop_path + drop_head" --rounds 9
-dampen bench --model timm/vit_tiny_patch16_224 --batch 8 --dtype bfloat16 --seconds 300
+dampen bench --model timm/vit_tiny_patch16_224 --batch 8
+dampen bench --model hf/saved/bert --batch 16
+dampen bench --model my_model.py:build --batch 8 --methods "drop_path, hard_masking"
 dampen bench --long -o bench.json --chart bench.svg"""
 )
 def bench(
@@ -32,7 +34,10 @@ def bench(
     ] = "",
     model: Annotated[
         str | None,
-        typer.Option(help="vit (the default), 'vit(depth=4)', encoder, language, or timm/NAME."),
+        typer.Option(
+            help="vit (the default), 'vit(depth=4)', encoder, language, timm/NAME, a saved "
+            "hf/FOLDER, or file.py:build, which returns (model, inputs)."
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")
@@ -52,8 +57,13 @@ def bench(
         int, typer.Option(min=1, help="Rounds at most; ends before when all intervals are narrow.")
     ] = 25,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Ends after the round in which this time is over.")
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Ends after the round in which this time is over; default 600, or 45 for a model "
+            "of your own.",
+        ),
+    ] = None,
     clock: Annotated[
         str | None,
         typer.Option(
@@ -83,9 +93,11 @@ def bench(
         save_chart,
         scaling_table,
     )
+    from dampen.studies.bench.own_model import METHODS, SECONDS, is_own
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
     from dampen.studies.processes import keep_freed_memory
+    from dampen.studies.report.terminal import console_for
 
     if clock not in (None, "wall", "cpu"):
         raise ConfigError("The bench", [f"--clock: got {clock!r}; use wall or cpu"])
@@ -101,7 +113,11 @@ def bench(
         "clock": clock,
     }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    given |= {"dtype": dtype, "device": device, "rounds": rounds, "seconds": seconds, "long": long}
+    own = model is not None and methods is None and not long and is_own(model)
+    if own:
+        given["methods"] = METHODS
+    given |= {"dtype": dtype, "device": device, "rounds": rounds, "long": long}
+    given["seconds"] = seconds if seconds is not None else SECONDS if own else 600.0
     options = Options.preset(size, **given) if size else Options(**given)
     keep_freed_memory()
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -119,7 +135,7 @@ def bench(
     if as_json:
         print_json(record)
         return
-    console = Console(highlight=False)
+    console = console_for()
     if "ratios" not in record:  # attention alone
         console.print(scaling_table(record))
         for row, goal in record["targets"].items():
@@ -130,7 +146,7 @@ def bench(
         return
     console.print(results_table(record))
     for remark in remarks(record):
-        console.print(remark, soft_wrap=True, markup=False)
+        console.print(remark, markup=False)
     if long:
         console.print(scaling_table(record))
         for name, reason in record["scaling"]["stopped"].items():
@@ -279,7 +295,9 @@ def _print(results: list[dict[str, Any]], what: str) -> None:
         console.print(f"Next: dampen report {what}", soft_wrap=True, markup=False)
 
 
-@command("dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build")
+@command(
+    "dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build\ndampen doctor --gpu"
+)
 def doctor(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
@@ -291,10 +309,16 @@ def doctor(
             help="First build the native kernels for this processor, unless they are there.",
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu", help="Compare the GPU kernels with dense attention; writes dampen-gpu.json."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
-    from dampen.studies.doctor import examine, to_json
+    from dampen.studies.doctor import examine, summary, to_json
 
     if build:
         _build()
@@ -304,20 +328,28 @@ def doctor(
             err=True,
         )
     findings = examine(data_dir, out)
+    if gpu:
+        from dampen.studies.doctor import try_gpu
+
+        findings += try_gpu(Path("dampen-gpu.json"))
     if as_json:
         print_json(to_json(findings))
     else:
-        table = Table(show_header=False)
-        for _ in range(3):
-            table.add_column(overflow="fold")
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for folded in (False, False, True):
+            table.add_column(overflow="fold", no_wrap=not folded)
         for f in findings:
             remedy = f" -> {f.remedy}" if f.remedy else ""
-            table.add_row(
-                "[green]ok" if f.ok else "[red]wrong", escape(f.what), escape(f.found + remedy)
-            )
-        Console(highlight=False).print(table)
+            table.add_row(f"[{STATES[f.state]}]{f.state}", escape(f.what), escape(f.found + remedy))
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(summary(findings), markup=False)
     if not all(f.ok for f in findings):
         raise typer.Exit(1)
+
+
+STATES = {"ok": "green", "optional": "yellow", "problem": "red"}
+"""The color of each state of a finding."""
 
 
 def _build() -> None:

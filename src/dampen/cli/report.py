@@ -41,6 +41,7 @@ def report(
     split: Annotated[
         bool, typer.Option("--split", help="One table per protocol, where a folder holds several.")
     ] = False,
+    title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     serve: Annotated[
         bool,
         typer.Option(
@@ -66,7 +67,9 @@ def report(
         print(text, end="" if text.endswith("\n") else "\n")
         return
     path = output or Path("report.html")
-    made = write_report(runs, path, format or ("html" if output is None else None), split)
+    made = write_report(
+        runs, path, format or ("html" if output is None else None), split, title=title or ""
+    )
     if as_json:
         rows = sum(len(t.entries) for t in made.tables)
         skipped = [{"path": s.path, "reason": s.reason} for s in made.skipped]

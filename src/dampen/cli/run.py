@@ -17,6 +17,7 @@ from dampen.cli.common import (
     Json,
     Loggers,
     Out,
+    PerGpu,
     Settings,
     Tensorboard,
     Weights,
@@ -61,6 +62,7 @@ def run(
     engine: Annotated[str, typer.Option(help="Where runs execute: local or ray.")] = "local",
     address: Address = None,
     workers: Workers = None,
+    per_gpu: PerGpu = None,
     search: SearchBy = None,
     tensorboard: Tensorboard = False,
     logger: Loggers = None,
@@ -77,7 +79,7 @@ def run(
     from dampen.studies.processes import warm_up
 
     refuse_search(search)
-    chosen = engine_options(engine, workers, address)
+    chosen = engine_options(engine, workers, address, per_gpu)
     changes = list(settings or [])
     options = {"train.devices": devices, "train.strategy": strategy, "train.precision": precision}
     changes += [f"{k}={v!r}" for k, v in options.items() if v is not None]
@@ -112,8 +114,7 @@ def run(
         return
     plan = tuned(loaded, plan, folder, execution, scale, changes, row or [], **chosen)
     trials = plan.chosen(row or (), seed or ())
-    steps = [f"dampen report {folder}"] if _has_report() else []
-    execute(plan, folder, trials, as_json, execution, steps, retry=retry, **chosen)
+    execute(plan, folder, trials, as_json, execution, [], retry=retry, **chosen)
 
 
 def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[str]:
@@ -130,12 +131,6 @@ def run_name(plan: Comparison, settings: list[str]) -> str:
     return name + (
         f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else ""
     )
-
-
-def _has_report() -> bool:
-    from dampen.cli import available
-
-    return "report" in available()
 
 
 def _preview(
@@ -207,7 +202,4 @@ def demo(
     if fresh and folder.is_dir():
         shutil.rmtree(folder)
     plan = make_comparison(demo_recipe(list(catalog()), seeds))
-    page = folder / "report.html"
-    execute(
-        plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, page, workers=workers
-    )
+    execute(plan, folder, plan.chosen(), as_json, {"accelerator": "cpu"}, NEXT, workers=workers)

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from dampen.cli.common import print_json
+from dampen.cli.common import JUDGING, OUTPUT, RUNNING, TUNING, print_json
 from dampen.names import printable
 from dampen.studies.comparison import Comparison
-from dampen.studies.errors import ConfigError, Terminated
+from dampen.studies.errors import ConfigError, LabError, Terminated
 from dampen.studies.recipe import Recipe
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
 
 if TYPE_CHECKING:
     from dampen.studies.engines.runner import ComparisonResult
+    from dampen.studies.report.summary import Advice
 
 
 def execute(
@@ -32,12 +33,10 @@ def execute(
     as_json: bool,
     execution: dict[str, Any],
     next_steps: list[str],
-    page: Path | None = None,
+    report: bool = True,
     **options: Any,
 ) -> None:
     """Run the trials, show progress (on standard error with --json), print the table, exit with the run's code.
-
-    Where a `page` is asked for, the report of the finished run is written there.
 
     Args:
         plan: the comparison.
@@ -46,7 +45,7 @@ def execute(
         as_json: print JSON for machines.
         execution: how runs are executed.
         next_steps: commands to suggest.
-        page: where to write the report.
+        report: write report.html in the folder, also when the run is interrupted.
     """
     from dampen.studies.engines.runner import run_comparison
     from dampen.studies.report.terminal import LiveView, console_for, results_table
@@ -56,10 +55,8 @@ def execute(
     console = console_for(stderr=as_json)
     labels = plan.labels(trials)
     done = sum(RunStore(folder / t.id).done for t in trials)
-    told = f"{plan.name}: {len(trials)} trials in {folder}" + (
-        f", {done} already logged" if done else ""
-    )
-    console.print(told, soft_wrap=True)
+    logged = f", {done} already logged" if done else ""
+    console.print(f"{plan.name}: {len(trials)} runs in {folder}{logged}", soft_wrap=True)
     heed_signals()
     runs = read_runs(plan, folder)
 
@@ -69,7 +66,7 @@ def execute(
 
     with LiveView(console, labels, done, table) as view:
         run = run_comparison(plan, folder, trials, Execution(**execution), view, **options)
-    conclude(console, run, as_json, next_steps, page)
+    conclude(console, run, as_json, next_steps, report)
 
 
 def conclude(
@@ -77,60 +74,101 @@ def conclude(
     run: ComparisonResult,
     as_json: bool,
     next_steps: list[str],
-    page: Path | None = None,
+    report: bool = True,
     said: str = "",
 ) -> NoReturn:
-    """The end of a run: the page, the table, what was learned in words, what to type next, the exit code.
+    """The end of a run: the table, an answer to each question, what failed, what to type next, the page, the exit code.
 
     Args:
         console: where to print.
         run: one run.
         as_json: print JSON for machines.
         next_steps: commands to suggest.
-        page: where to write the report.
+        report: write report.html in the folder of the study.
         said: a line above the advice.
     """
-    from dampen.studies.report.summary import advise, in_words
-    from dampen.studies.report.terminal import results_table
+    from dampen.studies.report.summary import advise
 
-    if page is not None and run.exit_code == 0:
-        from dampen.studies.report import write_report
-
-        write_report([run.folder], page)
-        next_steps = [f"open {page}", *next_steps]
-    elif run.exit_code == 0:
-        next_steps = [f"dampen report {run.folder} -o report.html", *next_steps]
+    page = _write_page(console, run) if report else None
     if as_json:
-        print_json(
-            {**run.to_dict(), "page": str(page) if page is not None and page.exists() else None}
-        )
-    else:
-        console.print(results_table(run.table))
-        for line in [*([said] if said else []), *in_words(advise(run.table))]:
-            console.print(printable(line), soft_wrap=True, markup=False)
-        for line in what_went_wrong(run):
-            console.print(printable(f"dampen: {line}"), style="red", soft_wrap=True, markup=False)
-        if run.exit_code == 130:
-            console.print(
-                f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False
-            )
-        elif run.exit_code == 0 and next_steps:
-            console.print("Next: " + "\n      ".join(next_steps), soft_wrap=True, markup=False)
+        from dampen.studies.report.machine import document
+
+        print_json(document(run, page))
+        raise typer.Exit(run.exit_code)
+    advice = advise(run.table)
+    _print_answers(console, run, advice, said)
+    for line in what_went_wrong(run):
+        console.print(printable(f"dampen: {line}"), style="red", markup=False)
+    steps = [*([advice.seeds] if advice.seeds else []), *next_steps]
+    if run.exit_code == 130:
+        console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
+    elif run.exit_code == 0 and steps:
+        console.print("Next:", *(f"  {step}" for step in steps), sep="\n", **AS_TYPED)
+    if page is not None:
+        console.print(f"Report: {page}", **AS_TYPED)
     raise typer.Exit(run.exit_code)
 
 
+AS_TYPED: dict[str, Any] = {"soft_wrap": True, "markup": False}
+"""How a command or a path is printed: never broken, so that it can be copied."""
+
+
+def _print_answers(console: Console, run: ComparisonResult, advice: Advice, said: str) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from dampen.studies.report.settings import shorten
+    from dampen.studies.report.summary import answered
+    from dampen.studies.report.terminal import results_table
+
+    table, shared = shorten(run.table)
+    console.print(results_table(table))
+    for line in filter(None, (shared, said)):
+        console.print(printable(line), markup=False)
+    for question, answer in answered(advice):
+        console.print(Text(question, style="bold"))
+        console.print(Padding(Text(printable(answer)), (0, 0, 0, 2)))
+        if advice.code and answer.startswith("Use "):
+            console.print(f"  {printable(advice.code)}", **AS_TYPED)
+
+
+def _write_page(console: Console, run: ComparisonResult) -> Path | None:
+    """Write report.html in the folder of the study. A page that cannot be written is said and costs no result."""
+    from dampen.studies.report import write_report
+
+    if not any(entry.summary.n for entry in run.table.entries):
+        return None
+    page = run.folder / "report.html"
+    try:
+        write_report([run.folder], page)
+    except (LabError, OSError) as error:
+        console.print(f"dampen: no report was written: {error}", style="red", **AS_TYPED)
+        return None
+    return page
+
+
 def what_went_wrong(run: ComparisonResult) -> list[str]:
-    """Each message once, with the trials that it is about.
+    """Each message once, with the runs that it is about. Messages that differ in their numbers are one message.
 
     Args:
         run: one run.
     """
     from dampen.studies.report.summary import listed
+    from dampen.studies.report.terminal import without_numbers
 
-    labels, who = run.plan.labels(run.plan.runs.values()), dict[str, list[str]]()
+    labels = run.plan.labels(run.plan.runs.values())
+    messages, who = dict[str, str](), dict[str, list[str]]()
     for message in run.messages():
-        who[message] = [labels.get(i, i) for i, o in run.outcomes.items() if o.message == message]
-    return [f"{listed(names)}: {message}" if names else message for message, names in who.items()]
+        messages.setdefault(without_numbers(message), message)
+    for id, outcome in run.outcomes.items():
+        if (key := without_numbers(outcome.message)) in messages:
+            who.setdefault(key, []).append(labels.get(id, id))
+    return [
+        (f"{listed(who[key])}: {message}" + f" (x {len(who[key])})" * (len(who[key]) > 1))
+        if key in who
+        else message
+        for key, message in messages.items()
+    ]
 
 
 def resume_command() -> str:
@@ -164,16 +202,23 @@ UntilDecided = Annotated[
     typer.Option(
         "--until-decided",
         help="Add seeds to inconclusive methods until every comparison is conclusive.",
+        rich_help_panel=JUDGING,
     ),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="The same, for at most this long: 30m, 1h30m, 90s."),
+    typer.Option(
+        metavar="TIME",
+        help="The same, for at most this long: 30m, 1h30m, 90s.",
+        rich_help_panel=JUDGING,
+    ),
 ]
 Margin = Annotated[
     float | None,
     typer.Option(
-        min=0, help="Equivalence margin (smallest effect of interest); default: the metric's."
+        min=0,
+        help="Equivalence margin (smallest effect of interest); default: the metric's.",
+        rich_help_panel=JUDGING,
     ),
 ]
 Tune = Annotated[
@@ -182,7 +227,16 @@ Tune = Annotated[
         min=2,
         metavar="N",
         help="Tune first: N settings per method and baseline, on 3 tuning seeds.",
+        rich_help_panel=TUNING,
     ),
+]
+NoReport = Annotated[
+    bool,
+    typer.Option("--no-report", help="Do not write report.html.", rich_help_panel=OUTPUT),
+]
+Title = Annotated[
+    str | None,
+    typer.Option(help="The title of the table and of the page.", rich_help_panel=OUTPUT),
 ]
 GOING = (0, 1, 4, 5)
 """Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
@@ -198,6 +252,7 @@ def race_and_conclude(
     margin: float | None,
     budget: str | None,
     first: int,
+    report: bool = True,
     **options: Any,
 ) -> NoReturn:
     """Race the rows of a plan, print its table and how the race ended, exit with the run's code.
@@ -211,6 +266,7 @@ def race_and_conclude(
         margin: the equivalence margin; None: the metric's own.
         budget: how long at most, as in "30m".
         first: seeds of the first round.
+        report: write report.html in the folder.
     """
     from dampen.studies.engines import Outcome
     from dampen.studies.engines.runner import ComparisonResult, run_comparison
@@ -251,7 +307,7 @@ def race_and_conclude(
     final = ComparisonResult(
         plan, folder, outcomes, comparison_table(plan, read_runs(plan, folder))
     )
-    conclude(console, final, as_json, next_steps, said=found.told())
+    conclude(console, final, as_json, next_steps, report, said=found.told())
 
 
 def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
@@ -271,19 +327,23 @@ def named(execution: dict[str, Any], plan: Comparison) -> dict[str, Any]:
 Address = Annotated[
     str | None,
     typer.Option(
-        help="With --engine ray: the cluster's address; starts a local cluster if omitted."
+        help="With --engine ray: the cluster's address; starts a local cluster if omitted.",
+        rich_help_panel=RUNNING,
     ),
 ]
 SearchBy = Annotated[str | None, typer.Option("--search", hidden=True)]
 
 
-def engine_options(engine: str, workers: int | None, address: str | None) -> dict[str, Any]:
+def engine_options(
+    engine: str, workers: int | None, address: str | None, per_gpu: int | None = None
+) -> dict[str, Any]:
     """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts.
 
     Args:
         engine: local or ray.
         workers: processes at once.
         address: of a Ray cluster.
+        per_gpu: processes that share a GPU, of the local engine.
     """
     from dampen.studies.engines import check_engine
 
@@ -292,7 +352,12 @@ def engine_options(engine: str, workers: int | None, address: str | None) -> dic
         raise ConfigError(
             "--address", [f"only --engine ray has an address, the engine is {engine!r}"]
         )
-    return {"engine": engine, "workers": workers} | (
+    if per_gpu is not None and engine != "local":
+        raise ConfigError(
+            "--per-gpu", [f"only --engine local shares GPUs this way, the engine is {engine!r}"]
+        )
+    shared = {} if per_gpu is None else {"per_gpu": per_gpu}
+    return {"engine": engine, "workers": workers, **shared} | (
         {"address": address} if engine == "ray" else {}
     )
 

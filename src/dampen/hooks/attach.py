@@ -33,6 +33,7 @@ from dampen.hooks.padding import open_padding
 from dampen.hooks.roles import kind_of, weight_of
 from dampen.hooks.scope import LinearPlan
 from dampen.hooks.source import calls_socket, shows_no_softmax
+from dampen.hooks.subset import open_subsets
 from dampen.hooks.swap import is_swapped, swap
 from dampen.hooks.whole_model import first_argument, model_input
 from dampen.names import leave_out
@@ -161,8 +162,9 @@ def _check_methods(methods: Sequence[Any]) -> None:
         raise ValueError("regularize needs at least one regularizer, got an empty list.")
     for m in methods:
         if isinstance(m, type) and issubclass(m, Regularizer):
+            example = ", ".join(f"{k}={v}" for k, v in m.example.items())
             raise TypeError(
-                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}(...)."
+                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}({example})."
             )
         if not isinstance(m, Regularizer):
             raise TypeError(
@@ -391,6 +393,8 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
         swap(module, "mark", layer)
     if stages & set(LINEAR_STAGES) and roles & FEED_FORWARD:
         _open_experts(plan, layer)
+    for module, state in open_subsets(plan, layer):
+        swap(module, "subset", state)
     if plan.block is not None:
         wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
         first = layer.site.index == 0

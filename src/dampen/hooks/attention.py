@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +29,9 @@ from dampen.hooks.context import (
 )
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
+from dampen.hooks.flash import flash_functions, hooked, run_flash
 from dampen.hooks.layout import layout_of
+from dampen.hooks.replace import Plain
 from dampen.hooks.residual import call_torch
 from dampen.hooks.source import scripted_function
 from dampen.hooks.torch_mha import functional_mha, mha_forward
@@ -97,7 +100,11 @@ class Socket(TorchFunctionMode):
             return func(*args, **kwargs)
         if eager is None:
             eager = self.eager = EagerAttention(
-                cast(nn.Module, self.call.module), self.site, self._watch, self._leave_out
+                cast(nn.Module, self.call.module),
+                self.site,
+                self._watch,
+                self._leave_out,
+                self._attend,
             )
             eager.start(self.regularizers, self.call)
         return eager.meet(func, args, kwargs, self._run)
@@ -119,10 +126,41 @@ class Socket(TorchFunctionMode):
             self.call.followed.follow(func, name, args, kwargs, out)
         return out
 
+    def flash(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a function of flash_attn and the like."""
+        self.seen = True
+        if self.call.cross:
+            self.call.valid = self.frame.valid
+        out, told = run_flash(
+            function, self.regularizers, self.call, self.site.name, *args, **kwargs
+        )
+        if self.call.valid is not None and not self.call.cross:
+            padding_reported(self.site, self.frame, self.call)
+        self.site.kernel = self.site.layer.kernels[self.site.name] = told
+        return out
+
     def close(self) -> None:
         """No circle of references is left; see `close_frame`."""
         if self.eager is not None:
             self.eager.watch, self.eager.leave_out = nobody, nothing
+            self.eager.attend = not_any_more
+
+    def _attend(self, plain: Plain) -> Tensor:
+        """dampen's attention in the place of one that the module computes itself."""
+        self.seen = True
+        out = socket_attention(
+            self.site,
+            self.frame,
+            self.regularizers,
+            self.call,
+            plain.q,
+            plain.k,
+            plain.v,
+            plain.mask,
+            scale=plain.scale,
+        )
+        assert isinstance(out, Tensor)  # no weights were asked for
+        return out
 
     def _watch(self, call: Call, before: bool) -> None:
         """Before and after an attention that the module computes itself."""
@@ -192,6 +230,11 @@ EAGER = "eager (the model computes its scores itself)"
 
 def nobody(call: Call, before: bool) -> None:
     """Who watches an attention after its forward."""
+
+
+def not_any_more(plain: Plain) -> Tensor:
+    """Who runs an attention after its forward."""
+    raise RuntimeError("an attention ran after its module's forward")
 
 
 def nothing() -> None:
@@ -373,7 +416,9 @@ def run_attention(
             self, site
         )
         try:
-            with socket:
+            if site.flash is None:
+                site.flash = flash_functions(self)
+            with hooked(site.flash, socket.flash) if site.flash else nullcontext(), socket:
                 out = base(self, *args, **kwargs)
         finally:
             socket.close()

@@ -35,6 +35,7 @@ from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.hooks.experts import Routing
+    from dampen.hooks.flash import Found
     from dampen.hooks.memory import Memory
     from dampen.hooks.order import Order
     from dampen.hooks.padding import Padding
@@ -268,11 +269,14 @@ class AttentionSite:
         self.path: tuple[int, list[str]] | None = (
             None  # the way of eager scores in the forward before; see `eager.py`
         )
+        # shape -> whether dampen's attention gives what the model's own code gives; None: not asked
+        self.replaced: dict[Any, bool] | None = None
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
         self.needs: Needs | None = (
             None  # of the methods in the last forward outside a graph, with the kernels they got
         )
         self.kernel: object = None  # the one that ran last
+        self.flash: list[Found] | None = None  # functions of flash_attn and the like that it calls
 
     def knows_tokens(self) -> bool:
         """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""

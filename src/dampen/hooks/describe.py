@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from dampen.hooks.find import find_attentions, find_layers, find_outside, parts_of
 from dampen.hooks.own_dropout import describe_own
+from dampen.native import library
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
 
 if TYPE_CHECKING:
@@ -28,12 +30,9 @@ def describe(reg: Handle) -> str:
             lines.append(f"  (model)  {r}")
     if reg.passes > 1:
         lines.append(f"  (passes)  {reg.prefix.describe()}")
-    width = max(len(layer.site.name) for layer in reg.layers)
-    for layer in reg.layers:
-        here = "; ".join(map(str, layer.clones)) or "-"
-        lines.append(
-            f"  {layer.site.name:<{width}}  {here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]"
-        )
+    groups = _equal_layers(reg)
+    width = max(len(name) for name, _ in groups)
+    lines += [f"  {name:<{width}}  {told}" for name, told in groups]
     parts = [
         *_coverage(reg),
         *_outside(reg),
@@ -41,8 +40,53 @@ def describe(reg: Handle) -> str:
         *_unreached(reg),
         *_zeros(reg),
         *_own(reg),
+        *_native(reg),
     ]
     return "\n".join([*lines, *parts])
+
+
+def _equal_layers(reg: Handle) -> list[tuple[str, str]]:
+    """Names of neighboring layers where the same happens, with what does."""
+    groups: list[tuple[list[str], str]] = []
+    for layer in reg.layers:
+        here = "; ".join(map(str, layer.clones)) or "-"
+        told = f"{here}  [{'; '.join(_kernels(layer)) or 'attention untouched'}]"
+        if groups and groups[-1][1] == told:
+            groups[-1][0].append(layer.site.name)
+        else:
+            groups.append(([layer.site.name], told))
+    return [(span(names), told) for names, told in groups]
+
+
+def span(names: list[str]) -> str:
+    """Several names of layers as one.
+
+    Args:
+        names: in the order of the layers.
+
+    >>> span(["blocks.0", "blocks.1", "blocks.2"]), span(["a", "b.0"]), span(["a"])
+    ('blocks.0-2', 'a ... b.0 (2 layers)', 'a')
+    """
+    if len(names) == 1:
+        return names[0]
+    parts = [re.split(r"(\d+)", name) for name in names]
+    differing = [i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
+    if len(differing) == 1 and len({len(p) for p in parts}) == 1 and differing[0] % 2:
+        at = differing[0]
+        numbers = [int(p[at]) for p in parts]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            first = parts[0]
+            whole = [*first[:at], f"{numbers[0]}-{numbers[-1]}", *first[at + 1 :]]
+            return "".join(whole)
+    return f"{names[0]} ... {names[-1]} ({len(names)} layers)"
+
+
+def _native(reg: Handle) -> list[str]:
+    """The command that builds the native kernels, where the model is on a CPU and they are not built."""
+    on_cpu = all(p.device.type == "cpu" for p in reg.model.parameters())
+    if not on_cpu or library.available() or "dampen doctor --build" not in library.status():
+        return []
+    return ["  (note)  native kernels for this processor are not built: dampen doctor --build"]
 
 
 def _coverage(reg: Handle) -> list[str]:

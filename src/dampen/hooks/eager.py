@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from dampen._torch import saved_tensors_are_hooked
-from dampen.containers import with_tensors
+from dampen.containers import tensors_in, with_tensors
 from dampen.hooks.channels import attends_over_channels, tell_heads, tell_rows
 from dampen.hooks.eager_scores import are_exponentials, fit, read_model_mask, stages_of_scores
 from dampen.hooks.equations import PRODUCTS, Equation, Flipped, Turned, product_equation
 from dampen.hooks.layout import layout_of
 from dampen.hooks.mixing import MOVES_AXES, mixes_by_matrix, moved_axes
+from dampen.hooks.replace import Plain, read_plain
 from dampen.hooks.ways import Product, Way, name_of
 from dampen.kernels.attend import reads_apart, run_heads
 from dampen.names import leave_out
@@ -97,8 +98,10 @@ class EagerAttention:
         site: AttentionSite,
         watch: Callable[..., None],
         leave_out: Callable[[], None],
+        attend: Callable[[Plain], Tensor],
     ) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
+        self.attend = attend  # runs dampen's attention instead, where that is asked for
         self.leave_out = leave_out  # what to do where there is no attention over tokens
         self.ways: list[tuple[Way, Product]] = []
         self.ids: set[int] = (
@@ -117,6 +120,8 @@ class EagerAttention:
         self.weights: list[
             tuple[Tensor, Tensor]
         ] = []  # the model's own, and those that took their place
+        self.taken: list[Tensor] = []  # scores of an attention that dampen ran instead
+        self.found: list[Any] = []  # shapes in which it may from now on
         self.done = 0
         self.why = NO_SOFTMAX
         self.told = False  # whether `why` names what stood in the way first
@@ -130,7 +135,7 @@ class EagerAttention:
         self.reading = reads_apart(regularizers)
         if torch.compiler.is_compiling() or self.site.path is None or call.followed is not None:
             return
-        if "qkv" not in self.stages and not saved_tensors_are_hooked():
+        if ("qkv" not in self.stages or self._may_replace()) and not saved_tensors_are_hooked():
             self.path = self.site.path
 
     def passes_by(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -298,6 +303,14 @@ class EagerAttention:
         allowed: set[str],
     ) -> Any:
         name, numel = name_of(func), way.tensor.numel()
+        if product.softmax is not None:
+            product.touched = True
+            if not product.early and self.path is not None and self._may_replace():
+                raise RuntimeError(
+                    f"{type(self.module).__name__} at '{self.where}' uses its attention weights in "
+                    f"'{name}', which it did not in the forward that was compared. Leave "
+                    "replace_attention out."
+                )
         if name in _IN_PLACE and args[0] is not way.tensor:
             self._tell(f"its scores are written into another tensor by '{name}'")
             return run(func, args, kwargs)
@@ -344,10 +357,10 @@ class EagerAttention:
     ) -> Tensor:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         keys = way if product.keys is None else product.keys
-        scores, known = (
-            keys.tensor,
-            self.path == (product.number, keys.names()) and product.keys is None,
-        )
+        scores = keys.tensor
+        known = self.path == (product.number, keys.names()) and product.keys is None
+        waiting = known and self._may_replace()
+        known = known and (waiting or "qkv" not in self.stages)
         out: Tensor = way.tensor if known else run(func, args, kwargs)
         why = ""
         if not product.equation.scores_last(product.start.tensor, scores):
@@ -362,7 +375,7 @@ class EagerAttention:
             self._tell(why)
             return run(func, args, kwargs) if known else out
         product.scores, product.softmax = keys, Way(out, func, args, kwargs, way)
-        if known:
+        if known and not waiting:
             product.early = True
             product.softmax.tensor = self._weigh(product, None)[0]
         self._put(product.softmax, product)
@@ -484,6 +497,12 @@ class EagerAttention:
             self.done += 1
             self.leave_out()
             return func(*(a if x is way.tensor else x for x in args), **kwargs)  # type: ignore[no-any-return]
+        if self.site.replaced is not None and self.path is not None:
+            plain = read_plain(product, way, equation)
+            if plain is not None and self.site.replaced.get(plain.key()):
+                self.taken += [product.softmax.tensor, way.tensor]
+                self.done += 1
+                return self.attend(plain)
         if product.early:
             call.value_size = equation.values_last().shape[-1]
         else:
@@ -517,10 +536,33 @@ class EagerAttention:
             if any("heads" in r.stages for r in acting) and are_exponentials(equation.values):
                 self._refuse("its values are exponentials, whose logarithm it takes afterwards")
             o = self._heads(o, equation, product, acting)
+        if self.site.replaced is not None and not torch.compiler.is_compiling():
+            self._compare(product, way, equation, multiply)
         call.scores = None
         self.done += 1
         self.watch(call, before=False)
         return o
+
+    def _may_replace(self) -> bool:
+        """Whether dampen's attention has been found equal in some shape of this module."""
+        return self.site.replaced is not None and any(self.site.replaced.values())
+
+    def _compare(
+        self, product: Product, way: Way, equation: Equation, multiply: Callable[..., Tensor]
+    ) -> None:
+        """In the first forward of a shape: whether dampen's attention gives what this one gives."""
+        replaced, plain = self.site.replaced, read_plain(product, way, equation)
+        if plain is None or replaced is None or plain.key() in replaced:
+            return
+        if product.scores is None or product.softmax is None or product.layout is None:
+            return
+        replaced[plain.key()] = False
+        if product.touched or not product.layout.plain:
+            return
+        with torch.no_grad():
+            a = product.softmax.again(product.scores.tensor, product.scores)
+            if plain.agrees(multiply(a, equation.values)):
+                self.found.append(plain.key())
 
     def _weigh(self, product: Product, outputs: Equation | None) -> tuple[Tensor, Tensor]:
         """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
@@ -639,6 +681,18 @@ class EagerAttention:
 
     def put_weights(self, out: Any) -> Any:
         """A module's output with the attention weights, where it gives them out, as the stages left them."""
+        returned = [] if isinstance(out, Tensor) else list(tensors_in(out))
+        if any(t is taken for t in returned for taken in self.taken):
+            raise RuntimeError(
+                f"{type(self.module).__name__} at '{self.where}' returns its attention weights, "
+                "which replace_attention=True no longer makes. Leave replace_attention out, or the "
+                "weights (output_attentions=False)."
+            )
+        kept = {id(t) for t in returned}
+        if self.site.replaced is not None and not any(
+            id(t) in kept for pair in self.weights for t in pair
+        ):
+            self.site.replaced.update(dict.fromkeys(self.found, True))
         if not self.weights or isinstance(out, Tensor):
             return out
         return with_tensors(out, lambda t: next((new for old, new in self.weights if old is t), t))

@@ -15,12 +15,14 @@ from dampen.hooks.instance import instance_forward
 from dampen.hooks.library_backend import backend_forward, hidden_forward
 from dampen.hooks.own_dropout import sampled_forward
 from dampen.hooks.owner import owner_forward, part_forward
+from dampen.hooks.subset import subset_forward
 from dampen.hooks.whole_model import model_forward
 from dampen.two_pass.reuse import prefix_forward
 
 FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "attention": attention_forward,
     "mark": mark_forward,
+    "subset": subset_forward,
     "linear": linear_forward,
     "block": block_forward,
     "prefix": prefix_forward,

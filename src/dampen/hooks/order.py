@@ -33,6 +33,7 @@ _TOWER = {
     "extractor",
 }
 _SIDE = re.compile("encoder|decoder")
+_LIST_OF_ITS_OWN = {"r_layers"}  # of objects, beside the layers of words (LXMERT)
 
 
 def towers_of(names: Sequence[str]) -> list[str]:
@@ -63,6 +64,9 @@ def _tower_of(name: str) -> tuple[str, str]:
     stages of one path, so what stands behind a number says nothing."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    if _LIST_OF_ITS_OWN & set(parts[:first]):
+        alone = ".".join(parts[:first])
+        return alone, alone
     sides = [i + 1 for i, part in enumerate(parts[:first]) if _SIDE.search(part)]
     words = [i + 1 for i, part in enumerate(parts[:first]) if _TOWER & set(part.lower().split("_"))]
     ends = sorted(sides + words)

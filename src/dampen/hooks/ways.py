@@ -111,6 +111,7 @@ class Product:
         self.steps: dict[str, tuple[Way, Tensor]] = {}
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
         self.early = False  # whether that was at the softmax: the model's code goes on with what they made of it
+        self.touched = False  # whether more is done with the weights than dropout and the product
         self.turned: Way | None = (
             None  # the weights with their last two axes swapped, for values^T weights^T
         )

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import placed_like
+
 
 def floating(model: nn.Module) -> dict[str, Tensor]:
     """The floating-point parameters and buffers that belong to a model, by name; not those of its
@@ -41,4 +43,5 @@ def carrying(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 def _write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         # past autograd, which would count a graph that was made before as changed
-        into[name].data.copy_(value)
+        sharded = getattr(value, "device_mesh", None) is not None
+        into[name].data.copy_(value if sharded else placed_like(value, into[name]))

@@ -8,7 +8,7 @@ added to the loss that it returns, before Lightning divides it by `accumulate_gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +29,18 @@ class Regularize(Callback):
         reg: what `dampen.regularize` returned, before the trainer wraps the model.
         valid: takes the batch and gives the positions that count when two passes are compared; all
             by default.
+        logits: takes an output of the regularized model and gives the logits by which two passes
+            are compared, as in `lambda out: out["scores"]`; needed where the output is neither a
+            tensor nor has `.logits`.
     """
 
-    def __init__(self, reg: Handle, valid: Any = None) -> None:
-        self.reg, self.valid = reg, valid
+    def __init__(
+        self,
+        reg: Handle,
+        valid: Callable[[Any], Tensor] | None = None,
+        logits: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        self.reg, self.valid, self.logits = reg, valid, logits
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the penalties behind `training_step`, once.
@@ -76,6 +84,8 @@ class Regularize(Callback):
         def forward() -> Tensor | None:
             results.append(inner(batch, *args, **kwargs))
             outputs, _ = watch.take()
+            if self.logits is not None:
+                outputs = [self.logits(output) for output in outputs]
             return predictions(outputs)
 
         if not (self.valid is not None and self.reg.reads_outputs):
@@ -162,7 +172,7 @@ def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
             f"two passes are compared by the model's logits, but the calls of the regularized "
             "model in "
             f"{type(pl_module).__name__}.training_step gave none. Let it return a tensor or an "
-            "object with .logits."
+            "object with .logits, or say where they are: Regularize(reg, logits=lambda out: out['scores'])."
         )
     return found
 

@@ -50,11 +50,11 @@ def watching(
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         plain.close()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or reg.anchoring:
             watch.outputs.append(output)
 
     def states(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or reg.anchoring:
             watch.hidden.append(
                 output[0] if isinstance(output, tuple) else output.last_hidden_state
             )

@@ -185,7 +185,7 @@ def attend(
                 enable_gqa=enable_gqa,
             )
             return out, None, kernel
-    call = _fill(Call() if call is None else call, q, k, mask, is_causal, scale, needs.valid)
+    call = fill_call(Call() if call is None else call, q, k, mask, is_causal, scale, needs.valid)
     call.value_size = v.shape[3]
     for r in needs.read_operands:
         q, k, v = r.qkv(q, k, v, call)
@@ -293,7 +293,7 @@ def _fitting(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k.repeat_interleave(h // hk, 1), v.repeat_interleave(h // hv, 1))
 
 
-def _fill(
+def fill_call(
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -302,7 +302,17 @@ def _fill(
     scale: float | None,
     need_valid: bool,
 ) -> Call:
-    """Write into the call what is known once q and k are."""
+    """Write into the call what is known once q and k are.
+
+    Args:
+        call: filled in and returned.
+        q: (B, H, N, d).
+        k: (B, Hk, M, d).
+        mask: bool (True may be seen) or float (added to the scores).
+        is_causal: each query sees the keys up to its own place.
+        scale: of the scores; None: 1 / sqrt(d).
+        need_valid: also find the padded tokens.
+    """
     call.shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     call.kv_heads, call.head_size, call.device = k.shape[1], q.shape[3], q.device
     call.scale = q.shape[-1] ** -0.5 if scale is None else scale

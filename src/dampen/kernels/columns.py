@@ -66,17 +66,28 @@ def attend_columns(
         regularizers: methods at work, in order.
         call: the attention at work.
     """
-    hiding = [r for r in regularizers if "mask" in r.stages]
-    hidden = [h for r in hiding if (h := r.mask(q, k, call)) is not None]
-    batch, heads, keys = q.shape[0], q.shape[1], k.shape[2]
-    guard = call.mask is not None or may_empty(
-        [r.hiding_rate() for r in hiding], keys, batch * heads
-    )
-    keep = keep_keys(call.mask, hidden, keys, guard=guard).expand(batch, heads, 1, keys)
+    keep = kept_columns(q, k, regularizers, call)
     out = shifted_attention(q, k, v, keep, dropout_p, call.is_causal, call.scale)
     if call.mask is not None:  # a sample without any key gives zeros, as in SDPA
         out = out * keep.any(-1, keepdim=True)
     return out
+
+
+def kept_columns(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call) -> Tensor:
+    """(B, H, 1, M): the keys that methods and model leave to all queries of a head.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, G, M, d).
+        regularizers: methods at work, in order.
+        call: the attention at work.
+    """
+    hiding = [r for r in regularizers if "mask" in r.stages]
+    hidden = [h for r in hiding if (h := r.mask(q, k, call)) is not None]
+    batch, heads, keys = q.shape[0], q.shape[1], k.shape[2]
+    rates = [r.hiding_rate() for r in hiding]
+    guard = call.mask is not None or may_empty(rates, keys, batch * heads)
+    return keep_keys(call.mask, hidden, keys, guard=guard).expand(batch, heads, 1, keys)
 
 
 def shifted_attention(
@@ -93,22 +104,30 @@ def shifted_attention(
         causal: each query sees the keys up to its own place.
         scale: of the scores.
     """
-    batch, heads, queries, _ = q.shape
+    shared, size = q.shape[1] > k.shape[1], v.shape[3]
+    q, k, v = widened(q, k, v, keep)
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=shared
+    )
+    return out[..., :size]
+
+
+def widened(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with the channels that push hidden keys down; zeros in v, because flash attention
+    wants values as wide as keys.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, G, M, d).
+        v: (B, G, M, dv).
+        keep: (B, H, 1, M), False is hidden.
+    """
+    batch, heads, queries, size = q.shape
     groups, keys = k.shape[1:3]
     shared = heads // groups  # heads of queries to a head of keys, each with a channel of its own
     more = -(-shared // 8) * 8
     place = F.pad(torch.eye(shared, dtype=q.dtype, device=q.device), (0, more - shared))
     chosen = place.repeat(groups, 1).view(1, heads, 1, more).expand(batch, heads, queries, more)
     down = torch.where(keep.view(batch, groups, shared, keys), 0.0, -DOWN).to(k.dtype).mT
-    wide = q.shape[3] + more
-    out = F.scaled_dot_product_attention(
-        torch.cat([q, chosen], -1),
-        torch.cat([k, F.pad(down, (0, more - shared))], -1),
-        # flash attention wants values as wide as keys
-        F.pad(v, (0, wide - v.shape[3])),
-        dropout_p=dropout_p,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=shared > 1,
-    )
-    return out[..., : v.shape[3]]
+    k = torch.cat([k, F.pad(down, (0, more - shared))], -1)
+    return torch.cat([q, chosen], -1), k, F.pad(v, (0, size + more - v.shape[3]))

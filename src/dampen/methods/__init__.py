@@ -1,6 +1,7 @@
 """Regularizers, one idea per file. A new method is one file, one test file and one line here; the
 registry name, the command line, the contracts, the docs and the recipes follow from the class."""
 
+from dampen.methods.anchor_kl import AnchorKL
 from dampen.methods.arora_dropout import AroraDropout
 from dampen.methods.attention_entropy import AttentionEntropy
 from dampen.methods.blurred_attention import BlurredAttention
@@ -21,6 +22,7 @@ from dampen.methods.hard_masking import HardMasking
 from dampen.methods.head_diversity import HeadDiversity
 from dampen.methods.hidden_key import hidden_key
 from dampen.methods.input_masking import InputMasking
+from dampen.methods.l2_sp import L2SP
 from dampen.methods.layer_drop import LayerDrop
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
@@ -33,6 +35,8 @@ from dampen.methods.weight_average import WeightAverage
 from dampen.methods.weight_decay import WeightDecay
 
 __all__ = [
+    "L2SP",
+    "AnchorKL",
     "AroraDropout",
     "AttentionEntropy",
     "BlurredAttention",

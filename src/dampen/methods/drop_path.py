@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from dampen.masks import few_kept
@@ -22,8 +26,17 @@ class DropPath(Regularizer):
     Differences from the paper: the paper drops whole blocks and multiplies by the keep rate at test
     time; dividing in training is the same in expectation, and eval stays the plain model.
 
+    `skip=True` computes a branch for the kept samples alone, as DINOv2 does (arXiv 2304.07193),
+    and saves their share of its time: of B samples ceil((1 - p) B) stay, drawn without
+    replacement, and their branch is multiplied by B / ceil((1 - p) B). It acts where a module is
+    the sublayer and no other method acts in the layer; elsewhere all samples are computed and
+    multiplied, and `print(reg)` says why. Attention and feed-forward must treat samples apart. The
+    number of samples is a shape, so with `torch.compile` use a rate that does not change in
+    training.
+
     Args:
         rate: probability to drop a branch.
+        skip: compute only what is kept.
 
     >>> from dampen import DropPath, linear
     >>> DropPath(linear(0.0, 0.1)), DropPath(0.1)
@@ -33,9 +46,24 @@ class DropPath(Regularizer):
     per_sample = True
     rate: Tensor
 
-    def __init__(self, rate: Value = linear(0.0, 0.1)) -> None:  # noqa: B008 - schedules are immutable
+    def __init__(self, rate: Value = linear(0.0, 0.1), skip: bool = False) -> None:  # noqa: B008 - schedules are immutable
         super().__init__()
         self.scheduled("rate", rate)
+        self.skips_samples = skip
+        self.per_sample = not skip  # a fixed number of samples stays: they depend on each other
+
+    def keep_samples(self, x: Tensor, memory: dict[int, Any]) -> Tensor | None:
+        drawn: tuple[Tensor, Tensor] | None = memory.get(self.serial)
+        if drawn is not None:  # a second sublayer of the same branch, side by side
+            return drawn[0]
+        batch = len(x)
+        count = math.ceil((1 - self._numbers["rate"]) * batch - 1e-9)
+        if count == batch:
+            return None
+        kept = torch.randperm(batch, device=x.device)[:count].sort().values
+        mask = torch.zeros(batch, device=x.device).index_fill(0, kept, batch / count)
+        memory[self.serial] = kept, mask
+        return kept
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
         if b.ndim < 3:
@@ -50,6 +78,10 @@ class DropPath(Regularizer):
         axis = batch_axis(self) if call.batch_axis is None else call.batch_axis
         shape = [1] * b.ndim
         shape[axis] = b.shape[axis]
+        if self.skips_samples:
+            self.keep_samples(b.movedim(axis, 0), call.memory)  # where the sublayer has not drawn
+            drawn: tuple[Tensor, Tensor] | None = call.memory.pop(self.serial, None)
+            return b if drawn is None else b * drawn[1].to(b.dtype).view(shape)
         # Both branches of a block in one draw: in a small model each small operation counts
         waiting: Tensor | None = call.memory.pop(self.serial, None)
         if waiting is not None and (list(waiting.shape), waiting.dtype) == (shape, b.dtype):
@@ -60,6 +92,10 @@ class DropPath(Regularizer):
         )
         call.memory[self.serial] = second
         return b * first
+
+    def extra_repr(self) -> str:
+        skip = f", skip ({self.not_skipped})" if self.not_skipped else ", skip"
+        return super().extra_repr() + (skip if self.skips_samples else "")
 
 
 def batch_axis(method: Regularizer) -> int:

@@ -85,10 +85,13 @@ class FeedForwardDropout(Regularizer):
     Dropout (arXiv 2604.20505).
 
     y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up
-    and down of a gated one).
+    and down of a gated one). With `shared=True` one mask per feature serves all tokens of the batch:
+    equation 4 of that paper, whose expected squared change of y is what `AroraDropout(ffn=...)` has
+    in closed form.
 
     Args:
         rate: probability to zero a feature.
+        shared: one mask per feature and forward, instead of one per token.
 
     >>> from dampen import FeedForwardDropout
     >>> FeedForwardDropout(0.2)
@@ -98,12 +101,28 @@ class FeedForwardDropout(Regularizer):
     rate: Tensor
     roles = frozenset({"ffn_in", "ffn_out"})
 
-    def __init__(self, rate: Value = 0.1) -> None:
+    def __init__(self, rate: Value = 0.1, shared: bool = False) -> None:
         super().__init__()
         self.scheduled("rate", rate)
+        self.shared, self.per_sample = shared, not shared
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", shared" if self.shared else "")
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
+        if self.shared:
+            return drop_features(x, self.current("rate")), weight
         return _drop(self, x, self.current("rate")), weight
+
+
+def drop_features(x: Tensor, rate: float | Tensor) -> Tensor:
+    """Inverted dropout with one mask for all tokens of a batch.
+
+    Args:
+        x: (..., features).
+        rate: probability to zero a feature.
+    """
+    return x * drop(x.new_ones(x.shape[-1]), rate)
 
 
 class ProjectionDropout(Regularizer):
@@ -120,6 +139,8 @@ class ProjectionDropout(Regularizer):
         rate: probability to zero a feature.
         targets: "out" (default), or roles among q, k, v, qkv, kv, out; where a model fuses them say
             qkv.
+        shared: one mask per feature and forward for all tokens, as in `FeedForwardDropout`; on "v"
+            the implicit twin of `AroraDropout(value=...)`.
 
     >>> from dampen import ProjectionDropout
     >>> ProjectionDropout(0.2)
@@ -129,9 +150,12 @@ class ProjectionDropout(Regularizer):
     per_sample = True
     rate: Tensor
 
-    def __init__(self, rate: Value = 0.1, targets: str | Sequence[str] = "out") -> None:
+    def __init__(
+        self, rate: Value = 0.1, targets: str | Sequence[str] = "out", shared: bool = False
+    ) -> None:
         super().__init__()
         self.scheduled("rate", rate)
+        self.shared, self.per_sample = shared, not shared
         self.roles = check_targets(targets, "ProjectionDropout")
         if self.roles & {"ffn_in", "ffn_out"}:
             raise ValueError(
@@ -141,7 +165,10 @@ class ProjectionDropout(Regularizer):
             )
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
+        if self.shared:
+            return drop_features(x, self.current("rate")), weight
         return _drop(self, x, self.current("rate")), weight
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, targets={' '.join(sorted(self.roles))}"
+        shared = ", shared" if self.shared else ""
+        return f"{super().extra_repr()}, targets={' '.join(sorted(self.roles))}{shared}"

@@ -129,7 +129,7 @@ PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})
 
 
 class FromStart(Regularizer):
-    """What both methods share: the weights U that the chosen maps had when the method was attached.
+    """What these methods and L2SP share: the weights U that the chosen maps had when the method was attached.
 
     U is in no list of the model: its parameters, buffers and state_dict stay what they were, and
     the handle's state has it. It goes along with `model.to()`, and where W is sharded it is too,
@@ -137,16 +137,14 @@ class FromStart(Regularizer):
     frozen, or not trained yet, cost nothing.
 
     Args:
-        rate: probability to drop a weight towards its start.
         targets: roles of linear layers, or names of groups.
     """
 
     needs_module = True
 
-    def __init__(self, rate: Value, targets: str | Sequence[str]) -> None:
+    def __init__(self, targets: str | Sequence[str]) -> None:
         super().__init__()
         self.starts: dict[str, StartWeight] = {}
-        self.scheduled("rate", rate)
         self.roles = check_targets(targets, type(self).__name__)
 
     def check_layer(self, roles: set[str], where: str) -> None:
@@ -266,7 +264,8 @@ class Mixout(FromStart):
     rate: Tensor
 
     def __init__(self, rate: Value = 0.7, targets: str | Sequence[str] = "all") -> None:
-        super().__init__(rate, targets)
+        super().__init__(targets)
+        self.scheduled("rate", rate)
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
         moved = self.distance(call)
@@ -306,7 +305,8 @@ class ExplicitMixout(FromStart):
         targets: str | Sequence[str] = "all",
         detach_inputs: bool = False,
     ) -> None:
-        super().__init__(rate, targets)
+        super().__init__(targets)
+        self.scheduled("rate", rate)
         self.scheduled("weight", weight, high=math.inf)
         self.detach_inputs = detach_inputs
         wanted = {"qkv": bool(self.roles & PROJECTIONS), "product": bool(self.roles - PROJECTIONS)}

@@ -23,7 +23,7 @@ from dampen.native import library
 # bytes is several times quicker than to fill a ctypes structure, and these calls are made in every
 # layer.
 _PROBLEM = struct.Struct("12q2dQ11Q28q11q")
-_TAPPED = struct.Struct("4q7Q9q7qd")
+_TAPPED = struct.Struct("4q7Q9q7qdQ3q")
 _PLAIN = (Tensor, torch.nn.Parameter)
 # numbers between two rows: `LARGEST` of checks.h
 _LONGEST_ROW = 2**31 - 64
@@ -149,6 +149,15 @@ def _at(t: Tensor | None) -> tuple[int, int]:
         return 0, 0
     size = t.itemsize
     return t.data_ptr(), int(t.untyped_storage().nbytes() // size - t.storage_offset())
+
+
+def _extent(t: Tensor) -> int:
+    """How many numbers lie from the first to the last of a tensor, which is no more than its memory
+    holds. The memory itself is not asked: a Python object for it would keep autograd from adding to
+    a gradient in place."""
+    if t.is_contiguous():
+        return t.numel()
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 # --- the calls
@@ -367,6 +376,8 @@ class TapJob(NamedTuple):
     out: Tensor | None = None
     out_strides: tuple[int, ...] = _NO_STRIDES
     to_bias: Place | None = None
+    weights: Tensor | None = None  # of the vectors, by slab and row; None: all are 1
+    weights_strides: tuple[int, int] = (0, 1)
 
 
 def sum_squares(tapped: Sequence[TapJob]) -> None:
@@ -387,7 +398,7 @@ def _packed(tapped: Sequence[TapJob]) -> bytes:
     """Several `struct Tapped`, one behind the other."""
     read: list[Tensor | None] = []
     for job in tapped:
-        read += (job.y, job.through, None if job.bias is None else job.bias.of)
+        read += (job.y, job.through, None if job.bias is None else job.bias.of, job.weights)
     require(read)
     packed = []
     for job in tapped:
@@ -401,7 +412,11 @@ def _packed(tapped: Sequence[TapJob]) -> bytes:
             t, start = place if isinstance(place, Place) else (place, 0)
             size = t.itemsize
             pointers.append(t.data_ptr() + start * size)
-            rooms.append(t.untyped_storage().nbytes() // size - t.storage_offset() - start)
+            rooms.append(_extent(t) - start)
         strides = (*job.strides, *job.through_strides, *job.out_strides)
-        packed.append(_TAPPED.pack(*job.shape, *pointers, *strides, *rooms, job.scale))
+        w = job.weights
+        weights = (0, 0, 0, 0)
+        if w is not None:
+            weights = (w.data_ptr(), *job.weights_strides, _extent(w))
+        packed.append(_TAPPED.pack(*job.shape, *pointers, *strides, *rooms, job.scale, *weights))
     return b"".join(packed)

@@ -294,8 +294,13 @@ def _look() -> None:
         ):
             _why_not = "not built for this processor and torch (dampen doctor --build)"
             return
-        if (wrong := damage(path)) and (failed := _build_anew(path, wrong)):
-            _why_not = failed
+        if wrong := damage(path):
+            _why_not = f"{path.name} is damaged ({wrong}); dampen doctor --build builds it again"
+            print(
+                f"dampen: the native kernels in {path} are damaged ({wrong}), so torch's kernels run. "
+                "To build them again: dampen doctor --build",
+                file=sys.stderr,
+            )
             return
         gemm = _torch_gemm()
         found = ctypes.CDLL(str(path))
@@ -315,22 +320,6 @@ def _look_while_tracing() -> bool:
     """`_look`, run by the tracer itself: what it finds holds for the whole process."""
     _look()
     return loaded is not None
-
-
-def _build_anew(path: Path, wrong: str) -> str:
-    """Build what was damaged again, and say so. Why that failed, or ""."""
-    about = f"dampen: the native kernels in {path} are damaged ({wrong})"
-    try:
-        _compile(path)
-    except (BuildError, OSError) as error:
-        failed = f"{path.name} is damaged ({wrong}) and could not be built again: {error}"
-        print(
-            f"{about} and could not be built again, so torch's kernels run: {error}",
-            file=sys.stderr,
-        )
-        return failed
-    print(f"{about}; they were built again.", file=sys.stderr)
-    return ""
 
 
 def _torch_gemm() -> ctypes.c_void_p:

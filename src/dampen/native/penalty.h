@@ -13,6 +13,8 @@ struct Tapped {
   // how many numbers lie between a pointer and the end of its memory, in the order of the pointers
   i64 room_y, room_bias, room_through, room_out, room_total, room_sums, room_to_bias;
   double scale;
+  const float* weights;  // of the vectors, by slab and row; null where all are 1
+  i64 sw[2], room_weights;
 };
 }
 
@@ -26,6 +28,8 @@ const char* bad_tapped(const Tapped& t, bool back) {
   };
   auto bad_row = [&](const float* p, i64 room) { return bad_strided(p, {t.groups, t.size}, {t.size, 1}, room); };
   if (auto wrong = bad(t.y, t.sy, t.room_y)) return wrong;
+  if (t.weights)
+    if (auto wrong = bad_strided(t.weights, {t.slabs, t.rows}, {t.sw[0], t.sw[1]}, t.room_weights)) return wrong;
   if (t.bias)
     if (auto wrong = bad_row(t.bias, t.room_bias)) return wrong;
   if (!back) {
@@ -41,7 +45,11 @@ const char* bad_tapped(const Tapped& t, bool back) {
   return bad_row(t.to_bias, t.room_to_bias);
 }
 
-// sum ||y - bias||^2; sums (groups, size) = sum (y - bias) where there is a bias
+float weight_of(const Tapped& t, i64 slab, i64 row) {
+  return t.weights ? t.weights[slab * t.sw[0] + row * t.sw[1]] : 1.f;
+}
+
+// sum w ||y - bias||^2; sums (groups, size) = sum w (y - bias) where there is a bias
 double tap_one(const Tapped& t) {
   double sum = 0;
   if (t.bias) std::memset(t.sums, 0, sizeof(float) * t.groups * t.size);
@@ -51,30 +59,32 @@ double tap_one(const Tapped& t) {
       const float* __restrict bias = t.bias ? t.bias + g * t.size : nullptr;
       for (i64 i = 0; i < t.rows; i++) {
         const float* __restrict y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
+        const float w = weight_of(t, s, i);
+        if (w == 0.f) continue;  // padding
         float part = 0;
         if (bias) {
 #pragma omp simd reduction(+ : part)
           for (i64 j = 0; j < t.size; j++) {
             const float d = y[j] - bias[j];
             part += d * d;
-            to[j] += d;
+            to[j] += w * d;
           }
         } else {
 #pragma omp simd reduction(+ : part)
           for (i64 j = 0; j < t.size; j++) part += y[j] * y[j];
         }
-        sum += part;
+        sum += (double)w * part;
       }
     }
   return sum;
 }
 
-// out = through + scale (y - bias), to_bias = -scale sums
+// out = through + scale w (y - bias), to_bias = -scale sums
 void tap_one_backward(const Tapped& t) {
-  const float scale = (float)t.scale;
   for (i64 s = 0; s < t.slabs; s++)
     for (i64 g = 0; g < t.groups; g++)
       for (i64 i = 0; i < t.rows; i++) {
+        const float scale = (float)t.scale * weight_of(t, s, i);
         const float* __restrict y = t.y + s * t.sy[0] + g * t.sy[1] + i * t.sy[2];
         const float* __restrict through = t.through ? t.through + s * t.st[0] + g * t.st[1] + i * t.st[2] : nullptr;
         const float* __restrict bias = t.bias ? t.bias + g * t.size : nullptr;
@@ -93,7 +103,7 @@ void tap_one_backward(const Tapped& t) {
           for (i64 j = 0; j < t.size; j++) out[j] = scale * y[j];
         }
       }
-  for (i64 j = 0; t.to_bias && j < t.groups * t.size; j++) t.to_bias[j] = -scale * t.sums[j];
+  for (i64 j = 0; t.to_bias && j < t.groups * t.size; j++) t.to_bias[j] = -(float)t.scale * t.sums[j];
 }
 
 }  // namespace

@@ -71,14 +71,15 @@ def read_rows(given: Any, reference: str = PLAIN) -> Rows:
     found = Rows()
     if reference == PLAIN:
         found.add(Row(PLAIN))
-    for item in given if isinstance(given, list | tuple) else [given]:
+    items = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    for item in items:
         _read(item, found)
     if reference not in (r.name for r in found.rows):
         names = ", ".join(repr(r.name) for r in found.rows)
         raise ConfigError(
             "The list of rows", [f"reference: there is no row {reference!r}; there are {names}"]
         )
-    if len(found.rows) < 2:
+    if len(found.rows) < 2 and given is not None:  # None: the baseline alone
         raise ConfigError(
             "The list of rows",
             ["methods: nothing to compare with the reference; name at least one method"],

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dampen.native.machine import cpu_name
 from dampen.studies.environment import usable_cores, versions
@@ -30,14 +30,25 @@ OPTIONAL = {
 }
 
 
+State = Literal["ok", "optional", "problem"]
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, whether it is fine, what was found, what to do."""
+    """One line: what was looked at, whether it works, what was found, what to do."""
 
     what: str
     ok: bool
     found: str
     remedy: str = ""
+    missing: bool = False  # not there, and nothing that is needed depends on it
+
+    @property
+    def state(self) -> State:
+        """A problem needs a remedy; what is optional may stay missing."""
+        if not self.ok:
+            return "problem"
+        return "optional" if self.missing else "ok"
 
 
 def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Finding]:
@@ -59,7 +70,30 @@ def examine(data_dir: str | None = None, runs: Path = Path("runs")) -> list[Find
 
 
 def to_json(findings: list[Finding]) -> dict[str, Any]:
-    return {"ok": all(f.ok for f in findings), "findings": [asdict(f) for f in findings]}
+    """For programs: every finding with its state, and the closing sentence.
+
+    Args:
+        findings: what `examine` found.
+    """
+    plain = [{**asdict(f), "state": f.state} for f in findings]
+    return {"ok": all(f.ok for f in findings), "summary": summary(findings), "findings": plain}
+
+
+def summary(findings: list[Finding]) -> str:
+    """The closing sentence.
+
+    Args:
+        findings: what `examine` found.
+    """
+    problems = [f.what for f in findings if f.state == "problem"]
+    missing = sum(f.state == "optional" for f in findings)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        return f"{count} to solve: {', '.join(problems)}."
+    if missing:
+        parts = "1 optional part is" if missing == 1 else f"{missing} optional parts are"
+        return f"Everything that is needed works; {parts} missing."
+    return "Everything works."
 
 
 def _packages() -> list[Finding]:
@@ -73,7 +107,8 @@ def _packages() -> list[Finding]:
         )
     for name, purpose in OPTIONAL.items():
         version = _version(name)
-        lines.append(Finding(name, True, version or f"not installed; only for {purpose}"))
+        found_as = version or f"not installed; only for {purpose}"
+        lines.append(Finding(name, True, found_as, missing=version is None))
     return lines
 
 
@@ -98,13 +133,13 @@ def _devices() -> list[Finding]:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         lines.append(Finding("CUDA", True, ", ".join(names)))
     else:
-        lines.append(Finding("CUDA", True, "none; training runs on the CPU"))
-    lines.append(Finding("MPS", True, "yes" if torch.backends.mps.is_available() else "none"))
+        lines.append(Finding("CUDA", True, "none; training runs on the CPU", missing=True))
+    mps = torch.backends.mps.is_available()
+    lines.append(Finding("MPS", True, "yes" if mps else "none", missing=not mps))
     compiler = shutil.which("g++") or shutil.which("clang++")
-    told = compiler and Path(compiler).name
-    lines.append(
-        Finding("compiler", True, told or "none: --compile needs a C++ compiler on the CPU")
-    )
+    name = compiler and Path(compiler).name
+    needed = "none: torch.compile on the CPU and the native kernels need a C++ compiler"
+    lines.append(Finding("compiler", True, name or needed, missing=not compiler))
     return lines
 
 
@@ -113,7 +148,7 @@ def _torchvision() -> Finding:
 
     if importlib.util.find_spec("torchvision") is None:
         purpose = "crop, CutMix, RandAugment and its like (pip install 'dampen[augment]'), timm and object detection"
-        return Finding("torchvision", True, f"not installed; only for {purpose}")
+        return Finding("torchvision", True, f"not installed; only for {purpose}", missing=True)
     declared = declare_torchvision_operators()
     try:
         import torchvision
@@ -149,21 +184,64 @@ def _attention() -> Finding:
 
 
 def _native() -> Finding:
-    from dampen.native import status
+    from dampen.native import available, status
 
-    return Finding("native kernels", True, status())
+    there = available()
+    remedy = "" if there else "dampen doctor --build"
+    return Finding("native kernels", True, status(), remedy, missing=not there)
+
+
+FORMATS = (
+    "folder",
+    "table",
+    "image_arrays",
+    "feature_arrays",
+    "hub_text",
+    "hub_images",
+    "function",
+)
+"""Formats of the user's own data, which nobody can fetch."""
+
+
+def try_gpu(path: Path) -> list[Finding]:
+    """Compare every form of the GPU kernels with dense attention, and write a file to send in.
+
+    Args:
+        path: of the file.
+    """
+    import torch
+
+    from dampen.kernels.triton import trial
+    from dampen.studies.files import write_json
+
+    if why := trial.missing():
+        return [Finding("GPU kernels", True, f"not used: {why}; attention runs on torch")]
+    if not torch.cuda.is_available():
+        return [Finding("GPU kernels", True, "not used: torch finds no GPU")]
+    report = trial.report(torch.device("cuda", torch.cuda.current_device()))
+    write_json(path, report)
+    wrong = {form: why for form, why in report["forms"].items() if why != "ok"}
+    told = "; ".join(f"{form}: {why}" for form, why in list(wrong.items())[:3])
+    forms = len(report["forms"])
+    found = f"{report['card']}: {forms - len(wrong)} of {forms} forms agree with dense attention"
+    remedy = f"those run on torch ({told}). Please send in {path}" if wrong else ""
+    return [Finding("GPU kernels", not wrong, f"{found} (written to {path})", remedy)]
 
 
 def _data(data_dir: str | None) -> list[Finding]:
+    """Data sets that have a name of their own; formats of the user's files are none."""
     from dampen.studies.data import list_data
 
     return [
         Finding(
             f"data {d['name']}",
             True,
-            str(d["found"]) if d["found"] else f"not found; dampen data get {d['name']}",
+            str(d["found"]) if d["found"] else "not found",
+            "" if d["found"] else f"dampen data get {d['name']}",
+            missing=not d["found"],
         )
         for d in list_data(data_dir)
+        if d["found"] or d["name"] not in FORMATS
     ]
 
 

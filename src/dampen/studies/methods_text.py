@@ -5,19 +5,19 @@ On the command line they are written as calls: `drop_key(rate=linear(0.3, 0.0))`
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dampen import texts
 from dampen.extensions import is_in_file
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError
-from dampen.studies.schema import check_plain, unknown_keys
+from dampen.studies.schema import unknown_keys
+from dampen.texts import SCHEDULES as SCHEDULES
+from dampen.texts import TextError
 
 if TYPE_CHECKING:
     from dampen.regularizer import Regularizer
@@ -26,35 +26,18 @@ OBJECT = "object"
 """The key, in the plain form of a method, that says: an object of the user's, known by this hash of class and state."""
 CODE = "code"
 """The key that holds the hash of a method's own file (`my.py:HeadDropout`): other code is another trial."""
-SCHEDULES = ("constant", "linear", "cosine", "early", "late", "curriculum", "warmup", "vshape")
-WRITTEN = (*SCHEDULES, "last")
-"""What may be written; an object of Python's with `last` in it stays an object, because its trials have that name."""
-COMPOSED = ("hidden_key",)
-"""Names of rows that stand for several methods together: what `dampen.hidden_key` returns, as plain data."""
 
 
 def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The methods behind a spec: itself, or the parts of a composition by its paper's name.
+    """The methods behind a spec: see `dampen.texts.compose`.
 
-    They are written out, so that a trial is the same whichever way it was said.
-
-    >>> [part["name"] for part in compose({"name": "hidden_key", "hidden": 0.2})]
-    ['drop_key', 'hidden_dropout', 'r_drop']
+    Args:
+        spec: the name of a method and its arguments.
     """
-    if spec["name"] not in COMPOSED:
-        return [dict(spec)]
-    rates = {"key": 0.1, "hidden": 0.1, "weight": 1.0}
-    unknown = unknown_keys(_arguments(spec), rates, f"{spec['name']}.")
-    if unknown:
-        raise ConfigError("A row", unknown)
-    rates |= _arguments(spec)
-    parts: list[dict[str, Any]] = [
-        {"name": "drop_key", "rate": rates["key"], "unit": "column"},
-        {"name": "hidden_dropout", "rate": rates["hidden"]},
-    ]
-    return (
-        parts if rates["weight"] == 0 else [*parts, {"name": "r_drop", "weight": rates["weight"]}]
-    )
+    try:
+        return texts.compose(spec)
+    except TextError as error:
+        raise ConfigError("A configuration", error.problems) from None
 
 
 def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
@@ -108,7 +91,7 @@ def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
 
 
 def _build(spec: Mapping[str, Any]) -> Regularizer:
-    return _class(spec)(**{k: _value(v) for k, v in _arguments(spec).items()})
+    return _class(spec)(**{k: texts.value_of(v) for k, v in _arguments(spec).items()})
 
 
 def _arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,142 +117,20 @@ def code_of_method(name: str) -> str:
     return digest_of_file(Path(name.rpartition(":")[0]).expanduser())
 
 
-def _value(value: Any) -> Any:
-    """A one-key table is a schedule, {"linear": [0.3, 0]} or {"linear": {"start": 0.3, "end": 0}}; the rest stays."""
-    if not isinstance(value, Mapping):
-        return value
-    from dampen import schedules
-
-    if len(value) != 1:
-        raise ValueError(
-            f"a schedule is a table with one key, such as {{ linear = [0.3, 0.0] }}, got {dict(value)!r}"
-        )
-    ((name, arguments),) = value.items()
-    if name not in WRITTEN:
-        raise ValueError(f"unknown schedule {name!r}{nearest(name, WRITTEN)}")
-    make = getattr(schedules, name)
-    if isinstance(arguments, Mapping):
-        return make(**{k: _value(v) for k, v in arguments.items()})
-    return make(
-        *(_value(v) for v in (arguments if isinstance(arguments, list | tuple) else [arguments]))
-    )
-
-
 def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, Any]]]:
-    """The rows written on a command line: comma between rows, plus between the methods of one row.
+    """The configurations written on a command line: comma between them, plus between the methods of one.
 
     Args:
         text: comma between configurations, plus between the methods of one.
         what: names the text in error messages.
 
-    >>> for row, methods in parse_rows("drop_key, drop_path(rate=0.1) + drop_head(rate=linear(0.2, 0))").items():
-    ...     print(row, methods, sep=": ")
-    drop_key: [{'name': 'drop_key'}]
-    drop_path(rate=0.1) + drop_head(rate=linear(0.2, 0)): [{'name': 'drop_path', 'rate': 0.1}, \
-{'name': 'drop_head', 'rate': {'linear': [0.2, 0]}}]
+    >>> parse_rows("drop_key, drop_path(rate=0.1) + drop_head")["drop_key"]
+    [{'name': 'drop_key'}]
     """
-    hidden, files = _hide_files(text)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Python's opinion of odd escapes and the like is nothing for users
-            tree = ast.parse(f"[{hidden}\n]", mode="eval").body
-        if isinstance(tree, ast.List) and tree.elts:
-            names = [ast.unparse(row) for row in tree.elts]
-            twice = sorted({_shown(name, files) for name in names if names.count(name) > 1})
-            if twice:
-                raise ConfigError(
-                    what, [f"the row {name!r} is written more than once" for name in twice]
-                )
-            rows = {name: _row(row, what) for name, row in zip(names, tree.elts, strict=True)}
-            return {
-                _shown(n, files): [{**s, "name": files.get(s["name"], s["name"])} for s in r]
-                for n, r in rows.items()
-            }
-        reason = "brackets that do not belong there" if text.strip() else "nothing is there"
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = _reason(hidden, getattr(error, "msg", "") or str(error) or "nested too deeply")
-    shown = text if len(text) < 200 else f"{text[:200]}..."
-    raise ConfigError(
-        what, [f"cannot read {shown!r}: {reason}; write drop_key(rate=0.1), drop_path + drop_head"]
-    )
-
-
-def _reason(text: str, told: str) -> str:
-    """Why text cannot be read; Python would speak of the square brackets that were put around it."""
-    if "parenthesis" not in told and "never closed" not in told and "unmatched" not in told:
-        return told
-    opened, closed = (sum(text.count(mark) for mark in marks) for marks in ("([{", ")]}"))
-    if opened == closed:
-        return "its brackets do not belong together"
-    return (
-        "a bracket is not closed" if opened > closed else "a bracket is closed that was not opened"
-    )
-
-
-def _hide_files(text: str) -> tuple[str, dict[str, str]]:
-    """`my.py:HeadDropout` is no Python expression: a word stands for each until the text is parsed."""
-    files: dict[str, str] = {}
-
-    def hide(match: re.Match[str]) -> str:
-        word = f"__file_{len(files)}__"
-        files[word] = match[0]
-        return word
-
-    return re.sub(r"[^\s,+()='\"]+\.py:[A-Za-z_]\w*", hide, text), files
-
-
-def _shown(name: str, files: Mapping[str, str]) -> str:
-    for word, reference in files.items():
-        name = name.replace(word, reference)
-    return name
-
-
-def _row(node: ast.expr, what: str) -> list[dict[str, Any]]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _row(node.left, what) + _row(node.right, what)
-    if isinstance(node, ast.Name):
-        return [] if node.id == "plain" else compose({"name": node.id})
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        return compose({"name": node.func.id, **_named(node, what)})
-    raise ConfigError(
-        what, [f"cannot read {ast.unparse(node)!r}: write name or name(argument=value)"]
-    )
-
-
-def _named(node: ast.Call, what: str) -> dict[str, Any]:
-    """The arguments of a call by name, each once, none of them called name: that is what the call says."""
-    names = [k.arg for k in node.keywords]
-    for name in names:
-        if name is None or name == "name" or names.count(name) > 1:
-            raise ConfigError(
-                what,
-                [f"cannot read {ast.unparse(node)!r}: write each argument once, as name=value"],
-            )
-    return {str(k.arg): _literal(k.value, what) for k in node.keywords}
-
-
-def _literal(node: ast.expr, what: str) -> Any:
-    """A number, string, list, or a schedule written as a call."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.args and node.keywords:
-            raise ConfigError(
-                what, [f"{ast.unparse(node)!r}: give either positions or names, not both"]
-            )
-        return {node.func.id: _named(node, what) or [_literal(a, what) for a in node.args]}
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(e, what) for e in node.elts]
-    problem = "it is neither a number, a string, a list nor a schedule"
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError):
-        raise ConfigError(what, [f"{ast.unparse(node)!r}: {problem}"]) from None
-    if found := check_plain(value, ast.unparse(node)):
-        raise ConfigError(what, found)
-    return value
+        return texts.parse(text)
+    except TextError as error:
+        raise ConfigError(what, error.problems) from None
 
 
 # --------------------
@@ -306,3 +167,36 @@ def _argument_as_text(value: Any) -> str:
         items = arguments if isinstance(arguments, list | tuple) else [arguments]
         return f"{name}({', '.join(map(_argument_as_text, items))})"
     return json.dumps(value) if isinstance(value, str) else str(value)
+
+
+def python_call(method: Mapping[str, Any]) -> str:
+    """The Python that makes a method, to copy after `import dampen`.
+
+    Args:
+        method: the method as plain data.
+
+    >>> python_call({"name": "drop_key", "rate": {"linear": [0.3, 0]}, "unit": "column"})
+    "dampen.DropKey(rate=dampen.linear(0.3, 0), unit='column')"
+    """
+    if OBJECT in method:
+        return str(method.get("shown", method["name"]))
+    name = str(method["name"])
+    if is_in_file(name):
+        cls = name.rpartition(":")[2]
+    else:
+        found = _class({"name": name})
+        ours = found.__module__.startswith("dampen.")
+        cls = f"dampen.{found.__name__}" if ours else found.__name__
+    return f"{cls}({', '.join(f'{k}={_as_python(v)}' for k, v in _arguments(method).items())})"
+
+
+def _as_python(value: Any) -> str:
+    if not isinstance(value, Mapping) or len(value) != 1:
+        return repr(value)
+    ((name, arguments),) = value.items()
+    if isinstance(arguments, Mapping):
+        inside = ", ".join(f"{k}={_as_python(v)}" for k, v in arguments.items())
+    else:
+        items = arguments if isinstance(arguments, list | tuple) else [arguments]
+        inside = ", ".join(map(_as_python, items))
+    return f"dampen.{name}({inside})"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dampen.studies.result import Result
-from dampen.studies.stats import FEWEST, Summary, t_quantile
+from dampen.studies.stats import FEWEST, Summary, t_interval, t_quantile
 from dampen.studies.store import LoggedRun
 
 
@@ -65,6 +65,20 @@ class Cost:
     high: float | None = None
     ratios: tuple[float, ...] = ()  # seed by seed
     n: int = 0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the mean ratio, from the logarithms of the ratios; NaN with fewer than 3 seeds."""
+        if len(self.ratios) < FEWEST:
+            return math.nan, math.nan
+        low, high = t_interval([math.log(ratio) for ratio in self.ratios])
+        return math.exp(low), math.exp(high)
+
+    @property
+    def differs(self) -> bool:
+        """Whether a step takes another time than the baseline's: the interval leaves out 1."""
+        low, high = self.interval
+        return low > 1 or high < 1
 
     def as_reference(self) -> Cost:
         """The cost of what the others are compared with."""

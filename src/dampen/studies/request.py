@@ -14,7 +14,12 @@ from typing import Any
 from dampen.extensions import hint
 from dampen.names import nearest
 from dampen.studies.checks import preset, task_of
-from dampen.studies.comparison import Comparison, load_comparison, make_comparison
+from dampen.studies.comparison import (
+    Comparison,
+    load_comparison,
+    make_comparison,
+    read_setting,
+)
 from dampen.studies.configs import PLAIN, Rows, check_params, read_rows
 from dampen.studies.data import DATASETS
 from dampen.studies.data.arrays import content_hash, read_function
@@ -108,6 +113,7 @@ def request_own(
     reference: str = PLAIN,
     metric: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
+    settings: Sequence[str] = (),
     grid: Mapping[str, list[Any]] | None = None,
     folder: Path | str | None = None,
     out: Path | str = "runs",
@@ -115,9 +121,11 @@ def request_own(
     resume: bool = True,
     command: Sequence[str] = (),
 ) -> ComparisonRequest:
-    """The comparison of a user's own training."""
+    """The comparison of a user's own training; `settings` are parameters as on the command line, `lr=0.1`."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
+    params = {**(params or {}), **_parameters(settings)}
+    _refuse_both(settings, {row.name: row.params for row in rows.rows})
     check_signature(function.load(), function.code.name)
     problems = check_params(params, rows.rows)
     if problems:
@@ -169,6 +177,32 @@ def _check_metric(metric: str, plan: Comparison, folder: Path) -> None:
         raise ConfigError(
             "The comparison", [f"metric: the recorded runs have no {metric!r}, only {names}"]
         )
+
+
+def _parameters(settings: Sequence[str]) -> dict[str, Any]:
+    """What --set says, by name."""
+    read = [read_setting(setting) for setting in settings]
+    if problems := [problem for _, _, problem in read if problem]:
+        raise ConfigError("The comparison", problems)
+    return {key: value for key, value, _ in read}
+
+
+def _refuse_both(settings: Sequence[str], rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a value that --set and the params(...) of a row both say: nobody could know which one is meant.
+
+    Args:
+        settings: as on the command line.
+        rows: what the params(...) of each row set, in the names of --set.
+    """
+    said = {setting.partition("=")[0]: setting for setting in settings}
+    problems = [
+        f"--set {said[key]} and params({key.rpartition('.')[2]}={value!r}) of row {name!r}: say one of them"
+        for name, values in rows.items()
+        for key, value in values.items()
+        if key in said
+    ]
+    if problems:
+        raise ConfigError("The comparison", problems)
 
 
 def recipe_of(
@@ -367,6 +401,7 @@ def request_parts(
     short = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"compare-{shown}-{name}")
     recipe = recipe_of(short, title, plain_rows(rows), reference, base, judged, shlex.join(command))
     recipe = replace(recipe, rows=[_with_params(r, rows, base) for r in recipe.rows])
+    _refuse_both(settings, {r["name"]: _leaves(r) for r in recipe.rows})
     asked = planned(recipe, settings)
     asked.header |= {"folds": folds} if folds is not None else {}
     place = _place(asked.name, asked.runs, folder, out, resume)
@@ -494,6 +529,16 @@ def plain_rows(rows: Rows) -> Rows:
 def _with_params(row: dict[str, Any], rows: Rows, base: Mapping[str, Any]) -> dict[str, Any]:
     (own,) = (r for r in rows.rows if r.name == row["name"])
     return {**row, **sections(own.params, base, f"params of row {own.name!r}")}
+
+
+def _leaves(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a row says of its own in a section, by their dotted names."""
+    own = {k: v for k, v in row.items() if isinstance(v, Mapping)}
+    return {
+        f"{section}.{key}": value
+        for section, values in own.items()
+        for key, value in values.items()
+    }
 
 
 def sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:

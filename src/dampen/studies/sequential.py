@@ -264,16 +264,22 @@ def seconds(text: str | float) -> float:
     Args:
         text: such as 30m, 1h30m or 90s, or a number of seconds.
 
-    >>> seconds("30m"), seconds("1h30m"), seconds("90"), seconds(2.5)
+    >>> seconds("30m"), seconds("1h30m"), seconds("90s"), seconds(2.5)
     (1800.0, 5400.0, 90.0, 2.5)
     """
     if isinstance(text, int | float):
         found = float(text)
     else:
         parts = re.fullmatch(
-            r"\s*(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)\s*s?)?\s*",
+            r"\s*(?:(\d+(?:\.\d+)?)\s*h)?\s*(?:(\d+(?:\.\d+)?)\s*m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)\s*s)?\s*",
             text,
         )
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text):
+            number = text.strip()
+            raise ConfigError(
+                "--budget",
+                [f"{number} has no unit. Write {number}s, {number}m or {number}h."],
+            )
         if parts is None or not any(parts.groups()):
             raise ConfigError(
                 "--budget", [f"expected a time such as 30m, 1h30m or 90s, got {text!r}"]

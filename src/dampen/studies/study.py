@@ -13,6 +13,7 @@ from typing import Any
 
 from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.configs import PLAIN, read_rows
+from dampen.studies.ensembles import Ensemble, ensembles
 from dampen.studies.errors import LabError
 from dampen.studies.files import fingerprint, read_json, write_json
 from dampen.studies.plugins import load_plugins
@@ -92,6 +93,10 @@ class Study:
             if run.status == "failed"
         }
 
+    def ensembles(self) -> list[Ensemble]:
+        """The seeds of each configuration as one model, where the training function returns its predictions."""
+        return ensembles(self.plan, self.folder)
+
     def table(self) -> str:
         """The table as text."""
         from rich.console import Console
@@ -170,7 +175,7 @@ class Study:
         return self
 
     def __str__(self) -> str:
-        told = [self.table()]
+        told = [self.table(), *(found.in_words() for found in self.ensembles())]
         told += [f"{name} failed: {why}" for name, why in self.failures.items()]
         return "\n".join([*told, f"Records: {self.folder}"])
 

@@ -71,6 +71,102 @@ def test_equals_a_tap_per_map(path, monkeypatch):
             torch.testing.assert_close(a[name], b[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
+class Padded(nn.Module):
+    """Two encoder layers with a mask of padding, fused or separate projections."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            layer = nn.Module()
+            layer.attn = PaddedAttention(fused)
+            layer.fc1, layer.fc2 = nn.Linear(16, 24), nn.Linear(24, 16)
+            self.layers.append(PaddedBlock(layer.attn, layer.fc1, layer.fc2))
+
+    def forward(self, x, valid):
+        for layer in self.layers:
+            x = layer(x, valid)
+        return x
+
+
+class PaddedBlock(nn.Module):
+    def __init__(self, attn, fc1, fc2):
+        super().__init__()
+        self.attn, self.fc1, self.fc2 = attn, fc1, fc2
+
+    def forward(self, x, valid):
+        x = x + self.attn(x, valid)
+        return x + self.fc2(F.gelu(self.fc1(x)))
+
+
+class PaddedAttention(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.num_heads, self.fused = 2, fused
+        if fused:
+            self.qkv = nn.Linear(16, 48)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x, valid):
+        b, n, d = x.shape
+        if self.fused:
+            made = self.qkv(x).chunk(3, -1)
+        else:
+            made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (t.view(b, n, 2, d // 2).transpose(1, 2) for t in made)
+        o = F.scaled_dot_product_attention(q, k, v, valid[:, None, None])
+        return self.proj(o.transpose(1, 2).reshape(b, n, d))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "token_mean", "sum"])
+def test_padding_is_weighed_in_the_one_sum(path, fused, reduction):
+    """Against the sum over valid tokens, written down layer by layer with plain autograd."""
+    torch.manual_seed(0)
+    model = Padded(fused).train()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    valid = torch.arange(6) < torch.tensor([[6], [4], [3]])
+    x = torch.randn(3, 6, 16)
+    method = dampen.ExplicitDropout(value=0.3, ffn1=0.2, ffn2=0.5, rate=0.5, reduction=reduction)
+    reg = dampen.regularize(model, method)
+    seen = []
+    for name, module in model.named_modules():
+        if name.rsplit(".")[-1] in ("qkv", "v_proj", "fc1", "fc2"):
+            seen.append((name, module, []))
+            module.register_forward_hook(lambda m, i, o, kept=seen[-1][2]: kept.append(i[0]))
+    model(x, valid)
+    assert all(isinstance(v, Deferred) for c in reg.clones for v in c._penalties.values())
+    mine = reg.penalty()
+    factors = {"qkv": 0.3, "v_proj": 0.3, "fc1": 0.2, "fc2": 0.5}
+    share = {
+        "mean": valid / valid.sum(),
+        "token_mean": valid / valid.sum(1, keepdim=True),
+        "sum": valid.float(),
+    }[reduction]
+    expected = torch.zeros(())
+    for name, module, kept in seen:
+        last = name.rsplit(".")[-1]
+        weight = module.weight[32:] if last == "qkv" else module.weight
+        squares = F.linear(kept[0], weight).square().sum(-1)
+        expected = expected + factors[last] * 0.5 * 0.25 * (squares * share).sum()
+    torch.testing.assert_close(mine, expected)
+    parameters = dict(model.named_parameters())
+    given = list(parameters.values())
+    found = torch.autograd.grad(mine, given, retain_graph=True, allow_unused=True)
+    wanted = torch.autograd.grad(expected, given, allow_unused=True)
+    largest = max(g.abs().max().item() for g in wanted if g is not None)
+    for a, b, name in zip(found, wanted, parameters, strict=True):
+        a = torch.zeros(()) if a is None else a
+        b = torch.zeros_like(a) if b is None else b
+        torch.testing.assert_close(
+            a, b, rtol=1e-4, atol=1e-6 * largest, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
 def test_equals_plain_autograd_of_the_papers_sum(path):
     """Bias untouched: the sum is written down without it."""
     model, x = vit(), torch.randn(3, 1, 8, 8)

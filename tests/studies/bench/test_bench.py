@@ -315,6 +315,53 @@ def test_other_models_get_a_batch_that_fits(model):
     assert seen
 
 
+BUILDERS = """
+import torch
+from torch import nn
+
+class Scorer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x, scale):
+        return {"scores": self.head(self.block(x)) * scale}
+
+def by_name(batch, width=8):
+    return Scorer(width), {"x": torch.randn(batch, 5, width), "scale": torch.ones(())}
+
+def alone():
+    return Scorer(8)
+"""
+
+
+def test_a_function_of_ones_own_gives_model_and_inputs(tmp_path):
+    (tmp_path / "mine.py").write_text(BUILDERS)
+    subject = make_subject(f"{tmp_path}/mine.py:by_name(width=16)", batch=3)
+    assert subject.inputs[0].shape == (3, 5, 16)
+    plain_step(subject)()
+    output = subject.model(*subject.inputs)
+    torch.testing.assert_close(subject.loss(output), output["scores"].square().mean())
+    with pytest.raises(ConfigError, match=r"alone must return \(model, inputs\), got Scorer"):
+        make_subject(f"{tmp_path}/mine.py:alone")
+
+
+def test_a_saved_model_is_built_from_its_config(tmp_path):
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=20, intermediate_size=16, max_position_embeddings=6, **sizes)
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    subject = make_subject(f"hf/{tmp_path}", batch=3)
+    assert subject.inputs[0].shape == (3, 6)
+    assert subject.model(*subject.inputs).logits.shape == (3, 2)
+    assert make_subject(f"hf/{tmp_path}(tokens=4)", batch=3).inputs[0].shape == (3, 4)
+    with pytest.raises(ConfigError, match="holds no config.json"):
+        make_subject(f"hf/{tmp_path}/missing")
+
+
 class attention_seen:
     def __enter__(self):
         self.seen, original = [], F.scaled_dot_product_attention

@@ -68,7 +68,7 @@ def test_a_task_gives_the_metrics_that_are_promised():
         ("drop_key(rate=0.2", "a bracket is not closed; write drop_key"),
         ("drop_key)", "a bracket is closed that was not opened"),
         ("drop_key(rate=[0.2)]", "its brackets do not belong together"),
-        ("drop_key, drop_head, drop_key", "the row 'drop_key' is written more than once"),
+        ("drop_key, drop_head, drop_key", "'drop_key' is written more than once"),
     ],
 )
 def test_rows_that_cannot_be_read_are_told_in_their_own_words(text, told):
@@ -168,3 +168,15 @@ def test_a_script_may_import_torchvision_where_its_wheel_is_the_wrong_one(tmp_pa
         timeout=200,
     )
     assert done.stdout == "vision.py:train\n", done.stderr
+
+
+def test_set_never_overrides_what_a_row_says(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text("def train(trial):\n    return {'accuracy': 0.5}\n")
+    rows = "drop_key, params(lr=0.2)"
+    told = told_by(capsys, f"{file}:train", "--methods", rows, "--set", "lr=0.1")
+    assert "--set lr=0.1 and params(lr=0.2) of row 'params(lr=0.2)': say one of them" in told
+    rows = "drop_key, params(weight_decay=0.2)"
+    told = told_by(capsys, "--data", "digits", "--methods", rows, "--set", "train.weight_decay=0.1")
+    assert "--set train.weight_decay=0.1 and params(weight_decay=0.2)" in told
+    request_parts(None, "digits", rows, 1, settings=["train.lr=0.1"], out=tmp_path)

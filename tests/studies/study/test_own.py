@@ -88,11 +88,12 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
     assert handle.parameters() == []
     assert handle.kernels() == {}
     handle.load_state_dict(handle.state_dict())
-    with handle.disable(), handle.mc_mode():
+    with handle.disable(), handle.mc_mode(), handle.averaged():
         model(x)
     assert handle.mc_average(lambda: model(x), 2).shape == (4, 3)
     assert "baseline" in repr(handle)
     handle.set_builtin_dropout(rate=lambda depth, progress: 0.2 + 0.1 * progress)
+    handle.attach_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     handle.progress(1.0)
     assert model[1].p == pytest.approx(0.3)
     with pytest.raises(ValueError, match="cannot vary with depth"):
@@ -120,6 +121,8 @@ def test_a_handle_of_the_plain_row_has_every_method_and_does_nothing():
         "remove",
         "builtin_dropout",
         "set_builtin_dropout",
+        "attach_optimizer",
+        "averaged",
     }
     assert called <= set(
         vars(BaselineHandle)

@@ -120,9 +120,9 @@ def multiply(call: LinearCall, term: Term, swapped: bool) -> tuple[Tensor, Penal
     size = x.numel() // weight.shape[1] * weight.shape[0]
     y: Tensor
     value: Any
-    if variance is None and rows.weights is None and may_wait(x, weight, call.bias, factor, size):
+    if variance is None and may_wait(x, weight, call.bias, factor, size):
         y = functional.linear(x, weight, call.bias)
-        return y, wait(y, call.bias, factor, x, weight)
+        return y, wait(y, call.bias, factor, x, weight, rows=rows.weights)
     # nothing is read of the output
     if factor is None:
         y, value = functional.linear(x, weight, call.bias), 0.0
@@ -210,14 +210,14 @@ def tap_linear(
         cut: first row and number of rows, where a fused layer makes y.
     """
     factor, variance = _factors(term, rows)
-    usual = variance is None and rows.weights is None
     if (
-        usual
+        variance is None
         and cut is not None
         and y is not None
+        and (rows.weights is None or rows.weights.shape == (y.shape[0], y.shape[2]))
         and may_wait(y, call.weight, bias, factor, y.numel())
     ):
-        return y, wait(y, bias, factor, call.input, call.weight, cut)
+        return y, wait(y, bias, factor, call.input, call.weight, cut, rows.weights)
     values = []
     if factor is not None and y is not None:
         y, value = tap(y, bias, rows.weights, factor, cut)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dampen.kernels.triton import device
-from dampen.kernels.triton.tiles import Tile, padded, tile_of
+from dampen.kernels.triton.tiles import DROP_WEIGHTS, HIDE_TOP, Tile, padded, tile_of
 
 
 def attention(
@@ -115,8 +115,9 @@ def _constants(
 ) -> dict[str, Any]:  # fmt: skip
     """What a kernel is compiled for."""
     size = q.shape[3]
-    tile = tile_of(kernel, size, q.element_size(), _has_warpgroups(q))
     by_query = keep is not None and keep.shape[2] > 1
+    heavy = guard or by_query or bias is not None or draws in (DROP_WEIGHTS, HIDE_TOP)
+    tile = tile_of(kernel, size, q.element_size(), _has_warpgroups(q), heavy)
     exact = not (q.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     return {
         "DRAWS": draws,

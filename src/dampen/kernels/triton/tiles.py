@@ -53,9 +53,16 @@ _TILES = {
     ("to_keys", True, False): Tile(64, 64, 8, 1),
     ("to_keys", True, True): Tile(64, 32, 4, 1),
 }
+_HEAVY = {
+    # instead of these, where mask, bias, thresholds or the guard take registers
+    ("to_queries", False, True): Tile(64, 32, 4, 2),
+    ("to_queries", False, False): Tile(32, 32, 4, 1),
+    ("to_keys", False, False): Tile(32, 32, 4, 1),
+    ("to_keys", False, True): Tile(64, 32, 4, 1),
+}
 
 
-def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool) -> Tile:
+def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool, heavy: bool) -> Tile:
     """The tile of one kernel.
 
     Args:
@@ -64,8 +71,12 @@ def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool) -> Tile:
         itemsize: bytes of a number.
         warpgroups: the card multiplies with whole warpgroups and keeps sums out of the registers
             (compute capability 9 and 10).
+        heavy: more than keys are hidden: see `_HEAVY`.
     """
     large = padded(size) > 64
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if large or kernel == "to_keys" else Tile(64, 32, 4, 1)
-    return _TILES[kernel, large, warpgroups]
+    if kernel == "attend" and padded(size) <= 32:
+        return Tile(64, 64, 4, 2)
+    key = (kernel, large, warpgroups)
+    return _HEAVY.get(key, _TILES[key]) if heavy else _TILES[key]

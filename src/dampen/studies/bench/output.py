@@ -19,28 +19,35 @@ def results_table(record: Record) -> Table:
     Args:
         record: what `dampen bench` measured.
     """
-    table = Table(
-        title=f"{record['model']}; {record['what']}", title_justify="left", box=None, pad_edge=False
-    )
-    for column in ("", "step", "95 % interval", "target", "memory", "as published", "ours / it"):
-        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     papers = {entry["ours"]: entry for entry in record["papers"].values()}
     groups = [(n, record["plain"][n]) for n in record["plain"] if n != "best"]
+    rows = []
     for name, entry in [*groups, *record["ratios"].items(), *record["alternatives"].items()]:
         goal = record["targets"].get(name)
         target = f"{goal['target']:.2f} {'met' if goal['met'] else 'not met'}" if goal else ""
         published = papers.get(name)
-        table.add_row(
-            name,
-            Text(f"{entry['median']:.3f}x", style="dim" if entry["noisy"] else ""),
-            f"{entry['low']:.3f} to {entry['high']:.3f}",
-            Text(target, style="red" if goal and not goal["met"] else ""),
-            f"{record['memory'][name]['ratio']:.2f}x",
-            f"{published['median']:.2f}x" if published else "",
-            f"{(published or entry)['ours_over_it']['median']:.2f}"
-            if "ours_over_it" in (published or entry)
-            else "",
+        over = (published or entry).get("ours_over_it")
+        rows.append(
+            {
+                "": name,
+                "step": Text(f"{entry['median']:.3f}x", style="dim" if entry["noisy"] else ""),
+                "95 % interval": f"{entry['low']:.3f} to {entry['high']:.3f}",
+                "target": Text(target, style="red" if goal and not goal["met"] else ""),
+                "memory": f"{record['memory'][name]['ratio']:.2f}x"
+                if name in record["memory"]
+                else "",
+                "as published": f"{published['median']:.2f}x" if published else "",
+                "ours / it": f"{over['median']:.2f}" if over else "",
+            }
         )
+    title = f"{record['model']}; {record['what']}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    # a model of the user's own has neither targets nor published forms
+    columns = [c for c in rows[0] if any(str(row[c]) for row in rows)]
+    for column in columns:
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return table
 
 

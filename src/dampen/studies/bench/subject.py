@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dampen.extensions import from_plugins
+from dampen.studies.bench.own_model import loss_of, own_model
 from dampen.studies.errors import ConfigError
 from dampen.studies.methods_text import parse_rows
 
@@ -34,7 +35,7 @@ class Subject:
     label: str
     model: nn.Module
     inputs: tuple[Tensor, ...]
-    target: Tensor
+    target: Tensor | None  # None: what the output means is not known
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
@@ -44,11 +45,13 @@ class Subject:
         return copy.deepcopy(self.model, shared)
 
     def loss(self, output: Any) -> Tensor:
-        """Mean cross-entropy, whatever comes before the classes.
+        """Mean cross-entropy, whatever comes before the classes; without a target, the mean square.
 
         Args:
             output: what the model returned.
         """
+        if self.target is None:
+            return loss_of(output)
         logits = getattr(output, "logits", output).float()
         return F.cross_entropy(logits.flatten(0, -2), self.target.flatten())
 
@@ -105,16 +108,21 @@ def make_subject(
     spec = parse_model(model)
     torch.manual_seed(seed)
     try:
-        built = _build(spec).train().to(device)
+        if spec["name"].startswith("hf/") or ".py:" in spec["name"]:
+            built, inputs = own_model(spec, batch)
+            target = None
+            built = built.train().to(device)
+        else:
+            built = _build(spec).train().to(device)
+            inputs, target = _batch(built, spec, batch)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError("The bench", [f"--model {model}: {error}"]) from error
-    inputs, target = _batch(built, spec, batch)
     precision = dtype if dtype == "float32" else f"{dtype} autocast"
     shape = "ViT 7 x 384, 12 heads, 65 tokens" if model == "vit" else model
     label = f"{shape}, batch {batch}, {precision}, synthetic data"
-    return Subject(
-        label, built, tuple(x.to(device) for x in inputs), target.to(device), device, DTYPES[dtype]
-    )
+    target = None if target is None else target.to(device)
+    placed = tuple(x.to(device) for x in inputs)
+    return Subject(label, built, placed, target, device, DTYPES[dtype])
 
 
 def _check_device(device: str) -> None:
@@ -148,7 +156,10 @@ def _build(spec: dict[str, Any]) -> nn.Module:
 
     name = spec["name"]
     if not name.startswith("timm/") and name not in (*IMAGES, *SHAPES):
-        raise ValueError(f"only {', '.join((*IMAGES, *SHAPES))} and timm/NAME can be benched")
+        raise ValueError(
+            f"only {', '.join((*IMAGES, *SHAPES))}, timm/NAME, hf/FOLDER and file.py:build can be "
+            "benched"
+        )
     return make_model({**SHAPES.get(name, {}), **spec}, {})
 
 

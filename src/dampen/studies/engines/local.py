@@ -2,7 +2,8 @@
 
 A worker runs one trial and ends, so that nothing a trial changes in its process (autocast, threads, patched functions,
 the environment) reaches the next one. On Linux workers are forked from a server that has imported torch and Fabric.
-Cores are shared out: with as many workers as cores each uses one thread. A worker that dies is replaced and its trial
+Cores are shared out: with as many workers as cores each uses one thread. Where there are GPUs, one worker runs on each,
+and sees no other. A worker that dies is replaced and its trial
 goes on from its checkpoint.
 """
 
@@ -10,20 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from dampen.studies.engines import FATAL, Job, Outcome, Report, after_death, run_job
+from dampen.studies.engines.cards import VISIBLE, least_used, places, visible_gpus
 from dampen.studies.environment import asked_threads, usable_cores
 from dampen.studies.errors import Terminated
 from dampen.studies.processes import start, stop_on_signals
 from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
+from dampen.studies.trainer.user_trial import OUTPUT
 
 STOP_SECONDS = 7.0
 """After SIGTERM, how long a worker may take to write its checkpoint. Then it is killed; its run resumes."""
@@ -39,6 +45,7 @@ class _Worker:
     process: Any
     pipe: Any  # nothing else is shared: a lock held by a process that gets killed would stop all others
     job: Job
+    card: str = ""  # the GPUs that it sees; "": whatever the machine has
     done: bool = False  # its outcome is here
     dead: bool = False
 
@@ -52,25 +59,36 @@ class LocalEngine:
     """Processes on this machine.
 
     Args:
-        workers: how many at once; as many as there are cores (or trials, if fewer) when not said.
+        workers: how many at once; as many as there are cores, or GPUs (or trials, if fewer) when not said.
         planned: how many trials the whole run has; threads are shared out by it, so that a resumed run, with fewer
             trials left, computes with as many threads as before.
+        per_gpu: workers that share a GPU.
     """
 
-    def __init__(self, workers: int | None = None, planned: int | None = None):
+    def __init__(
+        self, workers: int | None = None, planned: int | None = None, per_gpu: int | None = None
+    ):
+        if per_gpu is not None and per_gpu < 1:
+            raise ValueError(f"per_gpu must be 1 or more, got {per_gpu}.")
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be 1 or more, got {workers}.")
-        self.workers, self.planned = workers, planned
+        self.workers, self.planned, self.per_gpu = workers, planned, per_gpu or 1
 
-    def shares(self, jobs: int) -> tuple[int, int]:
-        """(workers, threads of each): together never more than the cores."""
+    def shares(self, jobs: int, gpus: int = 0) -> tuple[int, int]:
+        """(workers, threads of each): together never more than the cores.
+
+        Args:
+            jobs: how many runs there are.
+            gpus: places on GPUs; 0: runs use the CPU.
+        """
         cores = usable_cores()
-        workers = self.workers or max(1, min(cores, self.planned or jobs))
+        workers = self.workers or max(1, min(gpus or cores, self.planned or jobs))
         return min(workers, max(1, jobs)), max(1, cores // workers)
 
     def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
         """Run the jobs; see `Engine.run`."""
-        count, threads = self.shares(len(jobs))
+        gpus = self._places(jobs, execution)
+        count, threads = self.shares(len(jobs), len(gpus))
         execution = (
             execution
             if execution.threads
@@ -91,7 +109,8 @@ class LocalEngine:
             while workers or (waiting and not stopping):
                 try:
                     while waiting and len(workers) < count and not stopping:
-                        workers.append(_start(waiting.popleft(), execution))
+                        card = least_used(gpus, (w.card for w in workers)) if gpus else ""
+                        workers.append(_start(waiting.popleft(), execution, card))
                     of_pipe = {worker.pipe: worker for worker in workers}
                     for pipe in wait(list(of_pipe), timeout=0.5):
                         fatal = _drain(of_pipe[pipe], outcomes, report) or fatal
@@ -130,6 +149,12 @@ class LocalEngine:
             i: interrupted if stopping and o.status == "waiting" else o for i, o in outcomes.items()
         }
 
+    def _places(self, jobs: Sequence[Job], execution: Execution) -> list[str]:
+        """The GPUs of each worker; none where runs use the CPU."""
+        cards = [] if execution.accelerator in ("cpu", "mps") else visible_gpus()
+        devices = max((job.trial.train.devices for job in jobs), default=1)
+        return places(cards, devices, self.per_gpu)
+
     def _after_death(
         self,
         worker: _Worker,
@@ -153,8 +178,8 @@ class LocalEngine:
         return outcome.status in FATAL
 
 
-def _start(job: Job, execution: Execution) -> _Worker:
-    return _Worker(*start(_work, job, execution), job)
+def _start(job: Job, execution: Execution, card: str) -> _Worker:
+    return _Worker(*start(_work, job, execution, card), job, card)
 
 
 def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> bool:
@@ -203,8 +228,10 @@ def _finish(worker: _Worker, deadline: float) -> None:
         worker.process.join(5)
 
 
-def _work(pipe: Any, job: Job, execution: Execution) -> None:
+def _work(pipe: Any, job: Job, execution: Execution, card: str) -> None:
     """The life of a worker: run its job and report the outcome."""
+    if card:  # before CUDA starts, which the server of the workers never does
+        os.environ[VISIBLE] = card
     stopping, looked = False, 0.0
 
     def asked_to_stop(number: int, frame: Any) -> None:
@@ -227,6 +254,36 @@ def _work(pipe: Any, job: Job, execution: Execution) -> None:
         ):  # `stopped` notices that the parent is gone
             pipe.send(("event", event))
 
-    outcome = run_job(job, execution, tell, stopped)
+    with output_to(job.folder / OUTPUT):
+        outcome = run_job(job, execution, tell, stopped)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the record has everything
         pipe.send(("outcome", outcome))
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[None]:
+    """Send what this process prints to a file: Python's output, that of libraries in C and of child processes. A
+    terminal that many workers share shows none of it. An empty file is removed.
+
+    Args:
+        path: the file; what it holds stays.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError:  # the run itself says what is wrong with its folder
+        yield
+        return
+    with file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with contextlib.suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()

@@ -31,12 +31,13 @@ class Report:
     skipped: list[Skipped]
     benches: list[dict[str, Any]] = field(default_factory=list)
 
-    def render(self, format: str = "html", live: str = "") -> str:
+    def render(self, format: str = "html", live: str = "", title: str = "") -> str:
         """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content.
 
         Args:
             format: one of `FORMATS`, or "pack".
             live: the version of the content, for a page that a server shows.
+            title: of the page; default: of its table.
         """
         if format not in FORMATS:
             raise ConfigError(
@@ -47,7 +48,7 @@ class Report:
         if format == "html":
             from dampen.studies.report.page import make_page
 
-            return make_page(self.tables, self.skipped, live, self.benches)
+            return make_page(self.tables, self.skipped, live, self.benches, title)
         if format == "md":
             return formats.to_markdown(self.tables, self.skipped, self.benches)
         if format == "csv":
@@ -88,6 +89,7 @@ def write_report(
     format: str | None = None,
     split: bool = False,
     curves: bool = True,
+    title: str = "",
 ) -> Report:
     """Make a report and write it to `output`, in the format said or the one that the name's ending says.
 
@@ -99,6 +101,7 @@ def write_report(
         format: one of `FORMATS`, or "pack".
         split: make one table per protocol.
         curves: keep the logs of the runs.
+        title: of the page; default: of its table.
     """
     from dampen.studies.files import atomic_file
     from dampen.studies.report.packs import pack, packed_bytes, to_text
@@ -106,7 +109,7 @@ def write_report(
     output = Path(output)
     chosen = format or format_of(output)
     report = make_report(runs, split)
-    text = to_text(pack(runs, curves)) if chosen == PACK else report.render(chosen)
+    text = to_text(pack(runs, curves)) if chosen == PACK else report.render(chosen, title=title)
     with atomic_file(output) as file:
         file.write(packed_bytes(text, output) if chosen == PACK else text.encode())
     return report

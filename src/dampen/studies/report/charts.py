@@ -20,13 +20,14 @@ from dampen.studies.report.figures import (
     finish,
     known,
     note,
+    part_dash,
     some,
     tip,
 )
-from dampen.studies.report.summary import listed, shortened, small_model_note
+from dampen.studies.report.summary import dearer, listed, shortened, small_model_note
 from dampen.studies.result import LogLine
 from dampen.studies.stats import t_interval
-from dampen.studies.table import Entry, ResultTable, axis_name
+from dampen.studies.table import TRAINED, Entry, ResultTable, axis_name
 
 MOST_POINTS = 16
 """Names that find room beside their points."""
@@ -138,8 +139,14 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
             "low": low,
             "high": high,
         }
+        fast, slow = e.cost.interval
+        known_cost = not math.isnan(fast)
         records.append(
-            record | {"fast": e.cost.low or e.cost.ratio, "slow": e.cost.high or e.cost.ratio}
+            record
+            | {
+                "fast": fast if known_cost else e.cost.ratio,
+                "slow": slow if known_cost else e.cost.ratio,
+            }
         )
     shown = [r for r in records if r["row"] in names]
     ratios = [r[k] for r in shown for k in ("fast", "slow")]
@@ -147,7 +154,7 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         format=".2f" if max(ratios) - min(ratios) > 0.1 else ".3f", labelOverlap=True, tickCount=8
     )
     x_scale, y_scale = alt.Scale(zero=False, padding=16), alt.Scale(zero=False, padding=12)
-    x = alt.X("ratio:Q", title="time of a training step (reference = 1)", scale=x_scale, axis=axis)
+    x = alt.X("ratio:Q", title="time of a training step (baseline = 1)", scale=x_scale, axis=axis)
     y = alt.Y("mean:Q", title=table.metric.title, scale=y_scale)
     base = alt.Chart(alt.Data(values=shown)).encode(color=palette.color(names, legend=False))
     tooltip = [
@@ -167,7 +174,17 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         .mark_line(interpolate="step-after", strokeDash=[3, 3], opacity=0.5)
         .encode(x=x, y=y, color=alt.value(REFERENCE_LIGHT))
     )
-    layers: list[Any] = [line, marks]
+    span_x = base.mark_rule(strokeWidth=1.5, opacity=0.55).encode(
+        x=alt.X("fast:Q", title="time of a training step (baseline = 1)", scale=x_scale, axis=axis),
+        x2="slow:Q",
+        y=y,
+    )
+    span_y = base.mark_rule(strokeWidth=1.5, opacity=0.55).encode(
+        x=x, y=alt.Y("low:Q", title=table.metric.title, scale=y_scale), y2="high:Q"
+    )
+    layers: list[Any] = [*([line] if len(front) > 1 else []), span_x, marks]
+    if any(r["low"] is not None for r in shown):
+        layers.insert(-1, span_y)
     for align, dx, names_there in _labels(shown):
         colored = {"color": palette.color(names, legend=False)}
         if far := [r for r in names_there if r["moved"]]:
@@ -178,15 +195,18 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
         )
         layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", **colored))
     better = "Up" if table.study.mode == "max" else "Down"
-    caption = f"{better} and to the left is better; intervals are in the chart of differences and in the numbers. "
-    caption += "The dashed line joins the methods that no other beats on both."
+    caption = (
+        f"{better} and to the left is better. Lines are 95 % intervals of the mean and of the cost."
+    )
+    if len(front) > 1:
+        caption += " The dashed line joins methods whose better mean takes a measurably more expensive step."
     note_here = small_model_note(table)
     caption += f" {note_here}" if note_here else ""
     columns = [
         ROW,
         Column("ratio", "Cost", 3),
-        Column("fast", "lowest", 3),
-        Column("slow", "highest", 3),
+        Column("fast", "Cost, 95 % low", 3),
+        Column("slow", "Cost, 95 % high", 3),
     ]
     columns += [
         Column("mean", "Mean", 2),
@@ -222,20 +242,30 @@ def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, 
 
 
 def _front(entries: list[Entry], mode: str) -> list[Entry]:
-    """The rows that no other beats on both cost and result, cheapest first."""
-    front: list[Entry] = []
-    for entry in sorted(
-        entries,
-        key=lambda e: (e.cost.ratio or 0.0, -e.summary.mean if mode == "max" else e.summary.mean),
-    ):
-        better = not front or (entry.summary.mean > front[-1].summary.mean) == (mode == "max")
-        if better and (not front or entry.summary.mean != front[-1].summary.mean):
-            front.append(entry)
-    return front
+    """The methods that pay for a more expensive step with a better result, cheapest first. Costs that cannot be told
+    apart are equal, so a method is left out where a better one does not cost measurably more."""
+
+    def beats(one: Entry, two: Entry) -> bool:
+        return (one.summary.mean > two.summary.mean) == (mode == "max") and (
+            one.summary.mean != two.summary.mean
+        )
+
+    front = [e for e in entries if not any(beats(o, e) and not dearer(o, e) for o in entries)]
+    return sorted(front, key=lambda e: e.cost.ratio or 0.0)
 
 
 MOST_DIFFERENCES = 40
 """Rows that one chart shows; the table has them all."""
+VERDICTS = {
+    "better": (LIGHT[0], "triangle-up"),
+    "worse": (LIGHT[1], "triangle-down"),
+    TRAINED: (LIGHT[0], "triangle-right"),
+    "equal": (REFERENCE_LIGHT, "square"),
+    "no gain": (REFERENCE_LIGHT, "diamond"),
+    "inconclusive": (REFERENCE_LIGHT, "circle"),
+    "failed": (LIGHT[1], "cross"),
+}
+"""Color and shape of each verdict: blue, orange, grey."""
 
 
 def forest(table: ResultTable, palette: Palette) -> Figure | None:
@@ -265,7 +295,19 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
         scale=alt.Scale(zero=True, padding=12),
         axis=alt.Axis(tickCount=8),
     )
-    base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=palette.color(names, legend=False))
+    kinds = [k for k in VERDICTS if any(r["kind"] == k for r in drawn)]
+    legend = alt.Legend(title=None, orient="bottom", symbolSize=110)
+    color = alt.Color(
+        "kind:N",
+        scale=alt.Scale(domain=kinds, range=[VERDICTS[k][0] for k in kinds]),
+        legend=legend,
+    )
+    shape = alt.Shape(
+        "kind:N",
+        scale=alt.Scale(domain=kinds, range=[VERDICTS[k][1] for k in kinds]),
+        legend=legend,
+    )
+    base = alt.Chart(alt.Data(values=drawn)).encode(y=y, color=color)
     layers: list[Any] = []
     if table.margin:
         band = alt.Chart(alt.Data(values=[{"from": -table.margin, "to": table.margin}]))
@@ -288,7 +330,7 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
             base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title=title), x2="high:Q")
         )
     points = base.mark_point(filled=True, size=95, opacity=1).encode(
-        x=x, shape=palette.shape(names, legend=False), tooltip=tooltip
+        x=x, shape=shape, tooltip=tooltip
     )
     layers.append(points)
     caption = (
@@ -333,12 +375,14 @@ def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
         "difference": difference,
         **bounds,
         "verdict": entry.told(table.metric),
+        "kind": entry.verdict,
         "n": c.n,
     }
 
 
 def curves(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Validation metric and training loss by epoch, mean over seeds with a band of one standard deviation.
+    """Training and validation in one chart over steps: the metric that selects, and the loss. Means over seeds with a
+    band of one standard deviation; single seeds on demand.
 
     Args:
         table: the runs of a study, judged.
@@ -354,24 +398,27 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
         (f.final.selection[0] for e in entries for f in e.setting.finished().values() if f.final),
         "accuracy",
     )
-    made = []
-    valid = _curve_records(logs, "valid", metric)
-    if len({r["epoch"] for r in valid}) > 1:  # validated once, there is no curve to draw
-        title = f"validation {describe(metric).title}"
-        caption = "Mean over seeds; the band is one standard deviation. The methods are those chosen above."
-        caption += note(len(names), len(entries)) + damaged
-        made.append(
-            _curve_figure("curves", "Learning curves", caption, valid, title, names, palette)
-        )
-    loss = _curve_records(logs, "train", "task")
-    if loss:
-        caption = "The task's own loss, without penalties. A low training loss with a poor validation curve is overfitting."
-        made.append(
-            _curve_figure(
-                "loss", "Training loss", caption, loss, "training loss (task)", names, palette
-            )
-        )
-    return made
+    every = [line for runs in logs.values() for lines in runs for line in lines]
+    over = "step" if every and all(line.step for line in every) else "epoch"
+    rest = note(len(names), len(entries)) + damaged
+    logged = {key for line in every for key in line.valid}
+    loss = next((key for key in LOSSES if key in logged and key != metric), "")
+    title = describe(metric).title
+    told = "Solid: validation. Dashed: training, where it was logged. The band is one standard deviation over seeds. "
+    made = [
+        _curves("curves", "Learning curves", told + "The methods are those chosen above." + rest,
+                logs, over, (("validation", "valid", metric), ("training", "train", metric)), title, names, palette),
+        _curves("loss", "Loss", "Solid: validation. Dashed: training, the task's own loss without penalties. A low "
+                "training loss with a rising validation loss is overfitting.",
+                logs, over, (("validation", "valid", loss), ("training", "train", "task")), "loss", names, palette),
+    ]  # fmt: skip
+    return [figure for figure in made if figure is not None]
+
+
+LOSSES = ("nll", "loss", "task")
+"""Names under which a validation loss is logged."""
+SEED_POINTS, SEED_ROWS = 40, 12
+"""Points of a single seed's curve, and methods whose single seeds a page carries."""
 
 
 def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
@@ -382,72 +429,98 @@ def _logs(entries: list[Entry]) -> tuple[dict[str, list[list[LogLine]]], str]:
     return {name: [run.lines() for run in found] for name, found in runs.items()}, remark
 
 
+def _place(line: LogLine, over: str) -> float:
+    return line.step if over == "step" else line.at
+
+
 def _curve_records(
-    logs: dict[str, list[list[LogLine]]], group: str, metric: str
+    logs: dict[str, list[list[LogLine]]], over: str, part: str, group: str, metric: str
 ) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds at each place where something was logged."""
     records = []
     for name, runs in logs.items():
-        by_epoch: dict[float, list[float]] = {}
+        by_place: dict[float, list[float]] = {}
         for lines in runs:
             for line in lines:
                 value = getattr(line, group).get(metric)
                 if value is not None:
-                    by_epoch.setdefault(line.at, []).append(describe(metric).scale * value)
-        for epoch, values in _thin(by_epoch):
-            mean, sd = (
-                statistics.fmean(values),
-                statistics.stdev(values) if len(values) > 1 else 0.0,
-            )
-            records.append(
-                {
-                    "row": name,
-                    "epoch": epoch,
-                    "mean": mean,
-                    "low": mean - sd,
-                    "high": mean + sd,
-                    "n": len(values),
-                }
-            )
+                    at = _place(line, over)
+                    by_place.setdefault(at, []).append(describe(metric).scale * value)
+        for place, values in _thin(by_place):
+            mean = statistics.fmean(values)
+            sd = statistics.stdev(values) if len(values) > 1 else 0.0
+            bounds = {"low": mean - sd, "high": mean + sd, "n": len(values)}
+            records.append({"row": name, "part": part, "at": place, "mean": mean, **bounds})
     return records
 
 
-def _thin(by_epoch: dict[float, list[float]], most: int = 100) -> list[tuple[float, list[float]]]:
-    """At most about `most` epochs, the last one always among them."""
-    epochs = sorted(by_epoch)
-    every = math.ceil(len(epochs) / most) or 1
+def _seed_records(
+    logs: dict[str, list[list[LogLine]]], over: str, part: str, group: str, metric: str
+) -> list[dict[str, Any]]:
+    """The curve of each seed, thinned."""
+    records = []
+    for name, runs in list(logs.items())[:SEED_ROWS]:
+        for i, lines in enumerate(runs):
+            found = {
+                _place(line, over): [describe(metric).scale * value]
+                for line in lines
+                if (value := getattr(line, group).get(metric)) is not None
+            }
+            records += [
+                {"row": name, "part": part, "at": at, "value": values[0], "seed": i}
+                for at, values in _thin(found, SEED_POINTS)
+            ]
+    return records
+
+
+def _thin(by_place: dict[float, list[float]], most: int = 100) -> list[tuple[float, list[float]]]:
+    """At most about `most` places, the last one always among them."""
+    places = sorted(by_place)
+    every = math.ceil(len(places) / most) or 1
     return [
-        (e, by_epoch[e]) for i, e in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1
+        (at, by_place[at]) for i, at in enumerate(places) if i % every == 0 or i == len(places) - 1
     ]
 
 
-def _curve_figure(
+def _curves(
     key: str,
     title: str,
     caption: str,
-    records: list[dict[str, Any]],
+    logs: dict[str, list[list[LogLine]]],
+    over: str,
+    parts: tuple[tuple[str, str, str], ...],
     y_title: str,
     names: list[str],
     palette: Palette,
-) -> Figure:
-    columns = [
-        ROW,
-        Column("epoch", "Epoch", 0),
-        Column("mean", "Mean", 4),
-        Column("low", "Mean - SD", 4),
-    ]
-    columns += [Column("high", "Mean + SD", 4), Column("n", "n", 0)]
+) -> Figure | None:
+    """One chart with the parts (label, group of the log, name), or None where nothing makes a curve."""
+    records = [r for part in parts if part[2] for r in _curve_records(logs, over, *part)]
+    if len({r["at"] for r in records}) < 2:  # logged once, there is no curve to draw
+        return None
+    seeds = [r for part in parts if part[2] for r in _seed_records(logs, over, *part)]
     import altair as alt
 
-    x = alt.X(
-        "epoch:Q",
-        title="epoch",
-        scale=alt.Scale(zero=False, nice=False),
-        axis=alt.Axis(tickMinStep=1),
+    label = "training step" if over == "step" else "epoch"
+    axis = alt.Axis(tickMinStep=1, labelOverlap=True, format="~s" if over == "step" else "")
+    x = alt.X("at:Q", title=label, scale=alt.Scale(zero=False, nice=False), axis=axis)
+    drawn = [part[0] for part in parts if any(r["part"] == part[0] for r in records)]
+    chart = band_chart(records, x, label, y_title, names, palette, parts=drawn)
+    single = (
+        alt.Chart(alt.Data(values=seeds), name="seeds")
+        .mark_line(strokeWidth=1, opacity=0.5)
+        .encode(
+            x=x,
+            y=alt.Y("value:Q", scale=alt.Scale(zero=False), title=y_title),
+            color=palette.color(names, lines=True),
+            detail=["seed:N", "part:N"],
+            strokeDash=part_dash(drawn),
+        )
     )
-    chart = band_chart(records, x, "epoch", y_title, names, palette)
-    return Figure(
-        key, title, caption, [Panel("", finish(chart, 300))], columns, records, smooth=True
-    )
+    columns = [ROW, Column("part", "Part"), Column("at", label.capitalize(), 0)]
+    columns += [Column("mean", "Mean", 4), Column("low", "Mean - SD", 4)]
+    columns += [Column("high", "Mean + SD", 4), Column("n", "n", 0)]
+    panel = Panel("", finish(alt.layer(chart, single), 300))
+    return Figure(key, title, caption, [panel], columns, records, smooth=True, seeds=bool(seeds))
 
 
 def searched(table: ResultTable, palette: Palette) -> Figure | None:
@@ -540,7 +613,7 @@ def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
             "row": entry.get("ours", name),
             "name": name,
             "kind": kind,
-            "memory": record["memory"][name]["ratio"],
+            "memory": record["memory"].get(name, {}).get("ratio"),
         }
         | {key: entry[key] for key in ("median", "low", "high")}
         | {"target": record["targets"].get(name, {}).get("target")}

@@ -64,6 +64,7 @@ class Figure:
     smooth: bool = False  # lines over training, which the page can smooth
     markdown: list[str] = field(default_factory=list)  # lines that say the same as text
     fixed: bool = False  # shows its rows whatever the page's picker says
+    seeds: bool = False  # has a layer "seeds" with single runs, which the page shows on demand
 
 
 class Palette:
@@ -137,6 +138,20 @@ class Palette:
         return alt.StrokeDash(
             "row:N", scale=scale, legend=_legend(names, lines=True) if legend else None
         )
+
+
+def part_dash(parts: list[str]) -> StrokeDash:
+    """The encoding of the field `part` as dashes: the first solid, the second dashed. The caption explains them.
+
+    Args:
+        parts: the values of the field.
+    """
+    import altair as alt
+
+    scale = alt.Scale(domain=parts, range=[[1, 0], [5, 4]][: len(parts)])
+    if parts == ["training"]:
+        scale = alt.Scale(domain=parts, range=[[5, 4]])
+    return alt.StrokeDash("part:N", scale=scale, legend=None)
 
 
 def _legend(names: list[str], lines: bool = False) -> Legend:
@@ -247,6 +262,7 @@ def band_chart(
     palette: Palette,
     points: bool = False,
     legend: bool = True,
+    parts: list[str] | None = None,
 ) -> Any:
     """Lines with bands, one per row; a click on the legend singles one out. `x` encodes the axis.
 
@@ -259,14 +275,18 @@ def band_chart(
         palette: the color, shape and dash of each method.
         points: mark each point.
         legend: draw a legend.
+        parts: values of the field `part`, which the dash of a line tells apart.
     """
     import altair as alt
 
     chosen = alt.selection_point(fields=["row"], bind="legend")
     y_scale = alt.Scale(zero=False)
     base = alt.Chart(alt.Data(values=records))
+    detail = ["part:N"] if parts else []
+    dash = part_dash(parts) if parts else palette.dash(names, legend)
     band = base.mark_area().encode(
         x=x,
+        detail=detail,
         y=alt.Y("low:Q", scale=y_scale, title=y_title),
         y2="high:Q",
         color=palette.color(names, legend, lines=True),
@@ -278,7 +298,7 @@ def band_chart(
         x=x,
         y=alt.Y("mean:Q", scale=y_scale, title=y_title),
         color=palette.color(names, legend, lines=True),
-        strokeDash=palette.dash(names, legend),
+        strokeDash=dash,
         opacity=alt.condition(chosen, alt.value(1.0), alt.value(0.12))
         if legend
         else alt.value(1.0),

@@ -90,7 +90,7 @@ def to_markdown(
                 r["kind"],
                 f"{r['median']:.3f}x",
                 f"{r['low']:.3f} to {r['high']:.3f}",
-                f"{r['memory']:.2f}x",
+                "" if r["memory"] is None else f"{r['memory']:.2f}x",
             ]
             for r in bench_rows(record)
         ]

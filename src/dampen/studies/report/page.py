@@ -23,7 +23,10 @@ from dampen.studies.report.figures import (
     Figure,
     Palette,
 )
+from dampen.studies.report.interactive import details_view, exports_view, matrix_view
 from dampen.studies.report.read import Skipped
+from dampen.studies.report.settings import shorten
+from dampen.studies.report.summary import advise
 from dampen.studies.report.view import (
     PAGED,
     bench_view,
@@ -54,6 +57,7 @@ def make_page(
     skipped: list[Skipped],
     live: str = "",
     benches: Sequence[dict[str, Any]] = (),
+    title: str = "",
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
     version of its content.
@@ -63,7 +67,14 @@ def make_page(
         skipped: what could not be read, with the reasons.
         live: the version of the content, for a page that a server shows.
         benches: the results of `dampen bench`.
+        title: of the page; default: of its table.
     """
+    whole = tables
+    tables, shared = [], []
+    for table in whole:  # the page says once what all names share
+        short, said = shorten(table)
+        tables.append(short)
+        shared.append(said)
     palette = Palette([e.config.name for t in tables for e in t.entries], _references(tables))
     for entry in (e for t in tables for e in t.entries):
         palette.same(entry.name, entry.config.name)
@@ -75,6 +86,8 @@ def make_page(
         "rows": {},
         "pairs": {},
         "chosen": {},
+        "details": {},
+        "exports": {},
         "colors": colors,
     }
     for i, table in enumerate(tables):
@@ -82,8 +95,12 @@ def make_page(
         studies.append(study_view(table, palette, figures, key, dict(colors), lead))
         for figure in [*figures, *([lead] if lead else [])]:
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
+        advice = studies[-1]["advice"]
+        studies[-1] |= {"matrix": matrix_view(table), "shared": shared[i]}
         data["runs"][key], data["pairs"][key] = runs_view(table), pairs_view(table)
-        data["chosen"][key] = chosen_rows(table, studies[-1]["advice"].pick)
+        data["details"][key] = details_view(table)
+        data["exports"][key] = exports_view(whole[i], advise(whole[i]))
+        data["chosen"][key] = chosen_rows(table, advice.pick)
         if len(table.entries) > PAGED:
             data["rows"][key] = rows_view(table)
     costs = []
@@ -92,7 +109,11 @@ def make_page(
         costs.append(bench_view(record, figures, key, dict(colors)))
         for figure in figures:
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
-    title = f"Report: {len(tables)} tables" if len(tables) > 1 else (*studies, *costs)[0]["title"]
+    if title and len(studies) == 1:
+        studies[0]["title"] = title
+    if not title:
+        one = (*studies, *costs)[0]["title"]
+        title = f"Report: {len(tables)} tables" if len(tables) > 1 else one
     scripts = {"early": asset("early.js"), "vega": vega_bundle(), "js": asset("report.js")}
     out: str = _template().render(
         title=title,

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dampen.studies.report.settings import more_seeds, regularize_line
 from dampen.studies.stats import FEWEST, POWER
 from dampen.studies.store import LoggedRun
 from dampen.studies.table import TRAINED, Entry, ResultTable
@@ -24,6 +25,9 @@ class Advice:
     cost: Answer
     trust: Answer
     pick: str | None
+    code: str = ""  # the line of Python that puts the recommended method into a model
+    seeds: str = ""  # the command that adds seeds to inconclusive methods
+    rule: str = ""  # how the recommended method was chosen
 
 
 def advise(table: ResultTable) -> Advice:
@@ -38,34 +42,40 @@ def advise(table: ResultTable) -> Advice:
         for e in table.ranked()
         if e.verdict == "better" and not e.same_as and reference and e.reference == reference.name
     ]
-    pick = _cheapest_of_the_best(better, table)
+    pick = _recommended(better, table)
     return Advice(
         _which(table, reference, better, pick),
         _cost(table, pick),
         trust(table),
         pick.name if pick else None,
+        regularize_line(pick, reference) if pick else "",
+        more_seeds(table),
+        RULE.format(baseline=reference.name) if pick and reference else "",
     )
 
 
-def in_words(advice: Advice) -> list[str]:
-    """The answers as a few lines of plain text, for a terminal.
+QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
+
+
+def answered(advice: Advice) -> list[tuple[str, str]]:
+    """Each question with its answer as text, for a terminal.
 
     Args:
         advice: the three answers.
     """
     parts = (advice.which, advice.cost, advice.trust)
     shown = [
-        f"{part.headline}. {' '.join(part.details[:most])}"
-        for part, most in zip(parts, (9, 2, 2), strict=True)
+        (question, f"{part.headline}. {' '.join(part.details[:most])}".replace("..", "."))
+        for question, part, most in zip(QUESTIONS, parts, (9, 2, 2), strict=True)
     ]
-    return [line.replace("..", ".") for line in shown]
+    if advice.rule:
+        shown[0] = (shown[0][0], f"{shown[0][1]} {advice.rule}")
+    return shown
 
 
-def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | None:
-    """Among methods shown better than the reference and not shown worse than the best: the cheapest step.
-
-    Costs within 3 % of each other count as equal, and then the better mean decides.
-    """
+def _recommended(better: list[Entry], table: ResultTable) -> Entry | None:
+    """Among methods significantly better than the reference and not significantly worse than the best: the best mean
+    whose step is not more expensive than another's beyond timing noise. See `RULE`."""
     if not better:
         return None
     best = better[0]
@@ -77,13 +87,27 @@ def _cheapest_of_the_best(better: list[Entry], table: ResultTable) -> Entry | No
         test=test,
     )
     equals = [best, *(e for e in better[1:] if against[e.name].verdict != "worse")]
-    known = [e.cost.ratio for e in equals if e.cost.ratio]
-    cheap = (
-        [e for e in equals if e.cost.ratio and e.cost.ratio <= 1.03 * min(known)]
-        if known
-        else equals
-    )
-    return cheap[0]
+    return next(e for e in equals if not any(dearer(e, other) for other in equals))
+
+
+def dearer(entry: Entry, other: Entry) -> bool:
+    """Whether a step takes longer than another method's beyond timing noise: the intervals do not touch.
+
+    Args:
+        entry: the results of one configuration.
+        other: the results of another.
+    """
+    (low, _), (_, high) = entry.cost.interval, other.cost.interval
+    return entry.cost.differs and low > (1 + NEGLIGIBLE) * high
+
+
+NEGLIGIBLE = 0.03
+"""A step that takes this much longer decides nothing."""
+RULE = (
+    "The rule: of the methods that are significantly better than {baseline} and not significantly worse than the best "
+    "of them, the one with the best mean; a more expensive one is passed over only if the intervals of the step times "
+    "do not overlap."
+)
 
 
 def _which(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from dampen.names import printable
 from dampen.studies.metric import Metric
+from dampen.studies.report.settings import settings_text
 from dampen.studies.report.summary import counted, shortened
 from dampen.studies.result import Event
 from dampen.studies.table import Entry, ResultTable, grid_text
@@ -52,6 +54,11 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     )
     if grid:
         table.add_column("grid", overflow="fold")
+    reference = found.main_reference
+    settings = {e.name: settings_text(e, reference) for e in entries} if verdicts else {}
+    told = [text for e in entries if (text := settings.get(e.name)) and text not in e.config.name]
+    if told:
+        table.add_column("settings", overflow="fold")
     table.add_column(f"test {metric.title}", justify="right")
     table.add_column("n", justify="right")
     if compared:
@@ -65,6 +72,7 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
         cells = [escape(entry.config.name)]
         if grid:
             cells.append(escape(grid_text(entry.setting.grid)))
+        cells += [escape(settings[entry.name])] if told else []
         cells += [mean_sd(entry, metric), counted(entry, found)]
         if compared:
             cells.append(_difference(entry, metric, verdicts))
@@ -72,10 +80,8 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
         if published:
             cells.append(published_text(entry.config.published.get(study.metric)))
         if verdicts:
-            told = " ".join(
-                entry.told(metric).split()
-            )  # of a long reason all is said below the table
-            cells.append(escape(shortened(told, LONGEST) or "-"))
+            words = "failed" if entry.verdict == "failed" else " ".join(entry.told(metric).split())
+            cells.append(escape(shortened(words, LONGEST) or "-"))
         table.add_row(*cells, style=STYLES.get(entry.verdict, "") if verdicts else "")
     return table
 
@@ -112,6 +118,18 @@ def _difference(entry: Entry, metric: Metric, interval: bool) -> str:
     return f"{c.difference:+.{metric.digits}f}" + (
         bounds if interval and not math.isnan(c.low) else ""
     )
+
+
+def without_numbers(message: str) -> str:
+    """A message with its numbers left out: what many runs say of themselves is one message.
+
+    Args:
+        message: what went wrong.
+
+    >>> without_numbers("returned accuracy = 69.5") == without_numbers("returned accuracy = 7")
+    True
+    """
+    return re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", message)
 
 
 def published_text(value: Any) -> str:
@@ -174,6 +192,7 @@ class LiveView:
             console=console,
         )
         self.tasks: dict[str, TaskID] = {}
+        self.said: dict[str, str] = {}  # reasons of failures, each by its text without numbers
         self.said_at = self.pace.began
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.live = Live(self._content(), console=console, refresh_per_second=5, transient=True)
@@ -236,6 +255,12 @@ class LiveView:
             line = self.pace.line()
         self._say(line)
 
+    def _reason(self, event: Event) -> str:
+        """The message of an outcome: the first time in full, then as a reference to it."""
+        kind = without_numbers(event.message)
+        first = self.said.setdefault(kind, event.message)
+        return first if first is event.message or not kind else "(same reason as above)"
+
     def _outcome(self, trial: str, event: Event) -> None:
         if trial in self.tasks:
             self.each.remove_task(self.tasks.pop(trial))
@@ -244,7 +269,7 @@ class LiveView:
             self.live.update(self._content())
         if not self.console.is_terminal or event.status != "finished":
             self._say(
-                f"[{self.pace.done}/{self.pace.total}] {self.labels[trial]}: {event.status} {event.message}".rstrip()
+                f"[{self.pace.done}/{self.pace.total}] {self.labels[trial]}: {event.status} {self._reason(event)}".rstrip()
             )
 
     def _say(self, line: str, style: str | None = None) -> None:

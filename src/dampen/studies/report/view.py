@@ -10,9 +10,10 @@ from dampen.studies.methods_text import methods_as_text as written
 from dampen.studies.metric import METRICS, Metric, describe
 from dampen.studies.plugins import active
 from dampen.studies.report.figures import CHOSEN, MOST, Figure, Palette
-from dampen.studies.report.summary import advise, counted, listed
+from dampen.studies.report.settings import all_settings, settings_text
+from dampen.studies.report.summary import QUESTIONS, advise, counted, listed
 from dampen.studies.store import LoggedRun
-from dampen.studies.table import Entry, LoggedComparison, ResultTable, grid_text
+from dampen.studies.table import TRAINED, Entry, LoggedComparison, ResultTable, grid_text
 from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
@@ -20,9 +21,9 @@ SHOWN = 60
 PAGED = 300
 """With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
 
-QUESTIONS = ("Which method should I use here?", "What does it cost?", "Can I trust it?")
 CHIPS = {
     "better": "up",
+    TRAINED: "few",
     "worse": "down",
     "equal": "same",
     "no gain": "same",
@@ -239,6 +240,7 @@ def _columns(table: ResultTable, extra: list[str]) -> list[Head]:
     heads.append(
         Head("Cost", "num", "time of a training step relative to the baseline, or seconds")
     )
+    heads.append(Head("Settings", "settings", "the values it was run with, defaults too"))
     heads.append(Head(table.metric.title, "num", "mean ± standard deviation over seeds"))
     if table.main_reference:
         heads.append(
@@ -273,6 +275,7 @@ def _row(
         _cell(entry.name, entry.name),
         *([_verdict_cell(entry, table)] if compared else []),
         _cost_cell(entry),
+        _settings_cell(entry, table),
     ]
     cells.append(_narrow(number(entry.summary.mean, entry.summary.sd, table.metric)))
     cells += [_difference_cell(entry, table)] if compared else []
@@ -307,6 +310,11 @@ def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
     cell["small"] = told.removeprefix(entry.verdict).lstrip(",: ")
     cell["help"] = f"against {entry.reference}, {c.n} shared seeds" if c else told
     return cell
+
+
+def _settings_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
+    text = settings_text(entry, table.main_reference)
+    return _cell(text, text, "settings")
 
 
 def _difference_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
@@ -371,8 +379,9 @@ def _cost_cell(entry: Entry) -> dict[str, Any]:
     cost = entry.cost
     if cost.ratio is not None:
         cell = _cell(f"{cost.ratio:.2f}x", cost.ratio, "num")
-        if cost.low is not None and cost.n > 1:
-            cell["small"] = f"{cost.low:.2f} to {cost.high:.2f}"
+        low, high = cost.interval
+        if cost.n > 1 and not math.isnan(low):
+            cell["small"] = f"{low:.2f} to {high:.2f}"
         cell["help"] = f"{1000 * (cost.step_seconds or 0):.1f} ms per step"
         return cell
     if cost.train_seconds is not None:
@@ -438,7 +447,7 @@ def figure_view(figure: Figure, id: str, palette: Palette, dark: dict[str, str])
         "wide": figure.wide,
         "panels": panels,
     }
-    view["smooth"] = figure.smooth
+    view["smooth"], view["seeds"] = figure.smooth, figure.seeds
     legend = [
         {"name": n, "color": palette.colors[n], "dark": dark[palette.colors[n]]}
         for n in figure.legend
@@ -597,7 +606,7 @@ def pairs_view(table: ResultTable) -> dict[str, Any]:
         table: the runs of a study, judged.
     """
     metrics = [describe(m) for m in (table.study.metric, *table.other_metrics())]
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for entry in table.ranked()[:MOST_PAIRED]:
         seeds = {
             seed: [entry.by_seed.get(m.name, {}).get(seed) for m in metrics]
@@ -607,6 +616,7 @@ def pairs_view(table: ResultTable) -> dict[str, Any]:
             f"; {grid_text(entry.setting.grid)}" if entry.setting.grid else ""
         )
         rows[entry.name] = {"what": what, "seeds": seeds, "cost": entry.cost.ratio}
+        rows[entry.name]["settings"] = all_settings(entry)
     return {
         "metrics": [{"title": m.title, "digits": m.digits} for m in metrics],
         "names": list(rows),

@@ -213,6 +213,7 @@ class BaselineHandle(Handle):
     def __init__(self, model: nn.Module, observer: Observer):
         self.model, self.methods, self.layers, self.clones = model, [], [], []
         self.observer, self.hooks = observer, observer.stream.attach(model)
+        self.start, self.anchoring = None, False
         self._progress, self._removed = 0.0, False
         self._rates: list[OwnRate] = []  # the model's own drop rates that were set here
 

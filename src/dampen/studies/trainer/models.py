@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dampen._torch import declare_torchvision_operators
 from dampen.extensions import hint
-from dampen.names import nearest
+from dampen.names import close_names
 from dampen.studies.errors import ConfigError
 from dampen.studies.metrics import TASKS
 from dampen.studies.trainer.user_function import Function, Parts
@@ -54,7 +54,7 @@ def _timm_model(name: str, own: dict[str, Any], from_data: dict[str, Any]) -> nn
     if not timm.is_model(name):
         raise ConfigError(
             "The trial",
-            [f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}"],
+            [f"model.name: timm has no model {name!r}. {close_names(name, timm.list_models())}"],
         )
     arguments = {"num_classes": from_data.get("classes"), "in_chans": from_data.get("channels")}
     given = {**{k: v for k, v in arguments.items() if v is not None}, **own}

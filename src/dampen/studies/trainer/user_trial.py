@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +22,11 @@ from dampen.deprecated import accepts_old_arguments
 from dampen.handle import Handle, regularize
 from dampen.native import library
 from dampen.studies import environment
+from dampen.studies.ensembles import FILE as PREDICTIONS
+from dampen.studies.ensembles import RETURNED as PREDICTED
+from dampen.studies.ensembles import take_predictions
 from dampen.studies.errors import LabError, OwnCodeError, Refused, Stopped
-from dampen.studies.files import LARGEST, finite
+from dampen.studies.files import LARGEST, atomic_file, finite
 from dampen.studies.loggers import open_loggers
 from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
@@ -304,7 +308,12 @@ class Trial:
                 f"{self.row!r} were "
                 "not applied. Call it right after building the model."
             )
+        returned, predictions = take_predictions(returned, self._named())
         test, valid = read_metrics(returned, self._named())
+        if predictions:
+            with atomic_file(self.folder / PREDICTIONS) as file:
+                p, y = (predictions[name] for name in PREDICTED)
+                np.savez_compressed(file, predictions=p, targets=y)
         wanted = self._function.metric if self._function else None
         judged = judged_by(test, wanted)
         known = self._log.known

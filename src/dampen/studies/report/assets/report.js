@@ -75,6 +75,107 @@
     });
   });
 
+  // Explanations of headings: a button for mouse, touch and keyboard; Escape or another click closes it.
+  const help = make("div", { id: "help", hidden: true });
+  help.setAttribute("role", "status");
+  document.body.append(help);
+  const closeHelp = () => { help.hidden = true; document.querySelectorAll("button.help").forEach((b) => b.setAttribute("aria-expanded", "false")); };
+  document.querySelectorAll("th[data-help]").forEach((head) => {
+    const title = head.dataset.title ?? head.textContent;
+    const button = make("button", { type: "button", className: "help", ariaLabel: `About ${title}`, ariaExpanded: "false" });
+    button.addEventListener("click", (event) => {
+      event.stopPropagation();
+      const open = button.getAttribute("aria-expanded") === "true";
+      closeHelp();
+      if (open) return;
+      const box = button.getBoundingClientRect();
+      help.textContent = head.dataset.help;
+      help.hidden = false;
+      button.setAttribute("aria-expanded", "true");
+      help.style.left = `${Math.max(8, Math.min(box.left + scrollX, scrollX + root.clientWidth - help.offsetWidth - 8))}px`;
+      help.style.top = `${box.bottom + scrollY + 6}px`;
+    });
+    head.append(button);
+  });
+  document.addEventListener("click", closeHelp);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeHelp(); });
+
+  // Exports: the table in other formats, and the card.
+  document.querySelectorAll("[data-exports]").forEach((place) => {
+    const types = { svg: "image/svg+xml", csv: "text/csv", md: "text/markdown", tex: "text/x-tex" };
+    place.append("Save as");
+    Object.entries(data.exports[place.dataset.exports]).forEach(([label, [name, text]]) => {
+      const button = make("button", { type: "button", textContent: label });
+      button.addEventListener("click", () => { save(name, text, types[name.split(".").pop()]); announce(`Saved ${name}`); });
+      place.append(button);
+    });
+    place.hidden = false;
+  });
+
+  // Which rows and columns of a table are shown.
+  document.querySelectorAll("[data-view]").forEach((place) => {
+    const table = document.querySelector(`[data-table="${place.dataset.view}"]`);
+    const heads = [...table.tHead.rows[0].cells], rows = [...table.tBodies[0].rows];
+    const at = heads.findIndex((h) => h.classList.contains("verdict"));
+    const box = (label, on, act) => {
+      const input = make("input", { type: "checkbox", checked: on });
+      input.addEventListener("change", () => act(input.checked));
+      return make("label", {}, input, label);
+    };
+    const panel = (title, choices) => make("details", {}, make("summary", { textContent: title }), make("div", { className: "choices" }, ...choices));
+    if (at > 0) {
+      const words = [...new Set(rows.map((row) => row.cells[at].dataset.v).filter(Boolean))];
+      const off = new Set();
+      if (words.length > 1) place.append(panel("Verdicts", words.map((word) => box(word, true, (on) => {
+        if (on) off.delete(word); else off.add(word);
+        rows.forEach((row) => { row.classList.toggle("filtered", off.has(row.cells[at].dataset.v)); });
+        announce(`${rows.filter((row) => !row.classList.contains("filtered")).length} methods shown`);
+      }))));
+    }
+    place.append(panel("Columns", heads.slice(1).map((head, i) => box(head.dataset.title ?? head.textContent, true, (on) => {
+      [head, ...rows.map((row) => row.cells[i + 1])].forEach((cell) => { cell.hidden = !on; });
+      cues();
+    }))));
+    place.hidden = false;
+  });
+
+  // A click on a method opens its seeds, settings, log, folder and command.
+  document.querySelectorAll("[data-details]").forEach((place) => {
+    const known = data.details[place.dataset.details];
+    const table = document.querySelector(`[data-table="${place.dataset.details}"]`);
+    const term = (name, ...value) => [make("dt", { textContent: name }), make("dd", {}, ...value)];
+    const open = (name) => {
+      const d = known[name];
+      const body = make("tbody", {}, ...d.seeds.map(([seed, status, value, folder, reason]) => make("tr", {}, ...[seed, status, shown(value, 3), folder, reason].map((v, i) => make("td", { className: i === 2 ? "num" : "", textContent: String(v) })))));
+      const head = make("tr", {}, ...["Seed", "Status", "Value", "Folder", "Reason"].map((t, i) => make("th", { scope: "col", className: i === 2 ? "num" : "", textContent: t })));
+      const only = make("button", { type: "button", textContent: "Show its curves" });
+      only.addEventListener("click", () => {
+        const picker = document.querySelector(`[data-picker="${place.dataset.details}"]`);
+        picker.querySelectorAll("[type=checkbox]").forEach((b) => { b.checked = b.value === name || b.value === data.chosen[place.dataset.details].reference; });
+        picker.querySelector("[type=checkbox]").dispatchEvent(new Event("change"));
+        document.getElementById(`${place.dataset.details}-curves`)?.scrollIntoView();
+      });
+      const close = make("button", { type: "button", textContent: "Close" });
+      close.addEventListener("click", () => { place.hidden = true; });
+      place.replaceChildren(
+        make("p", {}, make("strong", { textContent: name })),
+        make("dl", {}, ...term("Verdict", d.verdict), ...term("Settings", d.settings || "none"), ...(d.code ? term("Python", make("code", { textContent: d.code })) : []), ...(d.command ? term("Command", make("code", { textContent: d.command })) : [])),
+        make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: `Seeds of ${name}` }, make("table", { className: "grid" }, make("thead", {}, head), body)),
+        ...(d.log ? [make("p", { className: "quiet", textContent: "The end of what the first run printed:" }), make("pre", { textContent: d.log, tabIndex: 0 })] : []),
+        make("div", { className: "tools" }, only, close));
+      place.hidden = false;
+      announce(`Opened ${name}`);
+    };
+    table.querySelectorAll("th[data-method]").forEach((head) => {
+      const name = head.dataset.method, span = head.querySelector(".name > span:last-child");
+      if (!(name in known)) return;
+      const first = span.firstChild;
+      const button = make("button", { type: "button", className: "open", textContent: first.textContent.trim() });
+      first.replaceWith(button, " ");
+      button.addEventListener("click", () => open(name));
+    });
+  });
+
   // A table from records, made only when someone opens it.
   const shown = (value, digits) => (value === null || value === undefined ? "" : typeof value === "number" && digits !== null ? value.toFixed(digits) : String(value));
   const csv = (columns, rows) => {
@@ -85,8 +186,8 @@
     };
     return [columns.map((c) => cell(c.title)), ...rows.map((r) => r.map(cell))].map((r) => r.join(",")).join("\r\n");
   };
-  const save = (name, text) => {
-    const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  const save = (name, text, type = "text/csv") => {
+    const url = URL.createObjectURL(new Blob([text], { type }));
     make("a", { href: url, download: name }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);
   };
@@ -125,7 +226,7 @@
     if (rows.length > page) tools.append(back, forth);
     tools.append(where);
     draw();
-    const scroll = make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Numbers" }, table);
+    const scroll = make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: `Numbers of ${name}` }, table);
     place.append(tools, scroll);
   };
   const once = (details, fill) => details.addEventListener("toggle", () => {
@@ -154,7 +255,8 @@
     };
     const one = choice("First method", 0), two = choice("Second method", Math.min(1, names.length - 1));
     const seed = make("select", { ariaLabel: "Seed" });
-    const body = make("tbody"), what = make("p", { className: "quiet" });
+    const body = make("tbody"), what = make("p", { className: "quiet" }), differing = make("tbody");
+    const settings = make("table", { className: "grid" }, make("thead", {}, make("tr", {}, ...["Settings that differ", "First", "Second"].map((t) => make("th", { scope: "col", textContent: t })))), differing);
     const head = make("tr", {}, ...["Metric", "First", "Second", "Difference", "SD of differences", "Shared seeds"].map((t, i) => make("th", { scope: "col", textContent: t, className: i ? "num" : "" })));
     const mean = (v) => v.reduce((a, b) => a + b, 0) / v.length;
     const fill = () => {
@@ -172,10 +274,12 @@
         const values = [pairs.length ? mean(pairs.map((p) => p[0])) : null, pairs.length ? mean(pairs.map((p) => p[1])) : null, m, sd];
         return make("tr", {}, make("th", { scope: "row", textContent: metric.title }), ...values.map((v) => make("td", { className: "num", textContent: shown(v, metric.digits) })), make("td", { className: "num", textContent: String(pairs.length) }));
       }));
+      const keys = [...new Set([...Object.keys(a.settings), ...Object.keys(b.settings)])].filter((k) => a.settings[k] !== b.settings[k]);
+      differing.replaceChildren(...keys.map((k) => make("tr", {}, make("th", { scope: "row", textContent: k }), make("td", { textContent: a.settings[k] ?? "not set" }), make("td", { textContent: b.settings[k] ?? "not set" }))));
       what.textContent = `First: ${a.what}${a.cost ? `, ${a.cost.toFixed(2)}x` : ""}. Second: ${b.what}${b.cost ? `, ${b.cost.toFixed(2)}x` : ""}. Differences are first minus second, seed by seed, and not tested here.`;
     };
     [one, two, seed].forEach((select) => select.addEventListener("change", fill));
-    details.append(make("div", { className: "tools" }, one, two, seed), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Compare two methods" }, make("table", { className: "grid" }, make("thead", {}, head), body)), what);
+    details.append(make("div", { className: "tools" }, one, two, seed), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Compare two methods" }, make("table", { className: "grid" }, make("thead", {}, head), body)), make("div", { className: "lazy", tabIndex: 0, role: "region", ariaLabel: "Settings that differ" }, settings), what);
     fill();
   }));
 
@@ -212,7 +316,8 @@
         const state = {};
         node.data.values = node.data.values.map((v) => {
           if (v.mean === undefined) return v;
-          const own = state[v.row] ?? (state[v.row] = { n: 0 });
+          const line = `${v.row} ${v.part ?? ""}`;
+          const own = state[line] ?? (state[line] = { n: 0 });
           own.n += 1;
           const out = { ...v };
           ["mean", "low", "high"].forEach((k) => {  // an exponential average without a start from zero
@@ -233,6 +338,14 @@
       smoothing[slider.dataset.smooth] = Number(slider.value);
       slider.parentElement.querySelector("output").textContent = slider.value;
       redraw((place) => place.dataset.figure === slider.dataset.smooth);
+    });
+  });
+  const single = new Set();
+  document.querySelectorAll("[data-seeds]").forEach((box) => {
+    box.closest("p").hidden = false;
+    box.addEventListener("change", () => {
+      if (box.checked) single.add(box.dataset.seeds); else single.delete(box.dataset.seeds);
+      redraw((place) => place.dataset.figure === box.dataset.seeds);
     });
   });
   document.querySelectorAll("[data-picker]").forEach((picker) => {
@@ -291,12 +404,13 @@
     const figure = data.figures[place.dataset.figure];
     const spec = themed(figure.panels[Number(place.dataset.panel)]);
     const key = tableOf(place.dataset.figure);
+    if (!single.has(place.dataset.figure) && spec.layer) spec.layer = spec.layer.filter((l) => l.name !== "seeds");
     if (smoothing[place.dataset.figure]) smoothed(spec, smoothing[place.dataset.figure]);
     const some = figure.fixed || !(key in chosen) || picked(spec, key);
     place.parentElement.hidden = !some;
     if (!some) { place.dataset.state = "drawn"; place.replaceChildren(); return; }
     spec.config = config();
-    namesAbove(spec, place.clientWidth);
+    breakNames(spec, place.clientWidth);
     if (place.clientWidth < 460) narrow(spec);
     place.dataset.state = "drawing";
     try {
@@ -310,14 +424,15 @@
       console.error(error);
     }
   };
-  // Names of rows that would take the plot's room stand above their marks instead of beside the axis, unbroken.
-  const namesAbove = (spec, width) => {
+  // Names of methods that would take the plot's room are broken at "(" and "+", and stand beside it, never over it.
+  const breakNames = (spec, width) => {
     const axes = [spec, ...(spec.layer || [])].map((l) => l.encoding && l.encoding.y).filter((y) => y && y.field === "row" && y.axis);
     const rows = new Set((spec.layer || [spec]).flatMap((l) => (l.data && l.data.values) || []).map((v) => v.row).filter(Boolean));
     const longest = Math.max(0, ...[...rows].map((n) => n.length));
     if (!axes.length || 6.8 * longest < 0.33 * width) return;
-    axes.forEach((y) => { Object.assign(y.axis, { labelAlign: "left", labelPadding: -4, labelOffset: -13, labelLimit: width - 24, ticks: false, domain: false }); });
-    spec.height = Math.max(spec.height, 46 * rows.size);
+    const broken = "split(replace(replace(replace(datum.label, '(', '~('), ' + ', '~+ '), ' + ', '~+ '), '~')";
+    axes.forEach((y) => { Object.assign(y.axis, { labelExpr: broken, labelLimit: Math.round(0.42 * width), labelFontSize: 11, labelLineHeight: 13, ticks: false, domain: false }); });
+    spec.height = Math.max(spec.height, 40 * rows.size);
   };
   // On a phone the legend takes fewer columns, and names beside points would be cut: the legend has them.
   const narrow = (spec) => {
@@ -337,6 +452,11 @@
     (spec.layer || []).forEach(visit);
   };
   const places = [...document.querySelectorAll(".chart")];
+  places.forEach((place) => {
+    const button = make("button", { type: "button", className: "svg", textContent: "Save as SVG" });
+    button.addEventListener("click", async () => { if (place.view) save(`${place.dataset.figure}.svg`, await place.view.toSVG(), "image/svg+xml"); });
+    place.after(button);
+  });
   const pending = new Set(places);
   const redraw = (which = () => true) => places.forEach((place) => { if (!pending.has(place) && which(place)) draw(place); });
   if ("IntersectionObserver" in window) {

@@ -1,0 +1,138 @@
+"""What runs on a GPU, as the code decides it: on meta tensors that are taken for a card."""
+
+import pytest
+import torch
+
+from dampen import DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking, linear
+from dampen.kernels import kernel, memory
+from dampen.kernels.attend import Needs, attend
+from dampen.kernels.columns import shifted_attention
+from dampen.kernels.triton import trial
+from dampen.masks import keep_keys, rows_that_may_empty
+from dampen.regularizer import Call
+
+B, H, D = 8, 32, 64
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """60 GB free, and Triton either way."""
+    monkeypatch.setattr(kernel, "on_gpu", lambda t: True)
+    monkeypatch.setitem(memory._free, 0, 60 * 2**30)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # knows no meta
+
+    def triton(why):
+        monkeypatch.setattr(trial, "refused", lambda *a: why)
+
+    return triton
+
+
+def chosen(method, tokens, causal=False):
+    q = torch.empty(B, H, tokens, D, device="meta", dtype=torch.bfloat16)
+    call = Call(shape=(B, H, tokens, tokens), scale=D**-0.5, kv_heads=H, is_causal=causal)
+    found = kernel.choose_kernel(q, q, [method], native=True, v=q, call=call)
+    rows = kernel._chunk_rows(q, call, found.name == "plain") if found.chunked else tokens
+    return found, -(-tokens // rows)
+
+
+def bytes_kept(name, way, chunked, tokens):
+    """Beside q, k, v and the output: the 16-bit mask, or the guard's key of each query."""
+    if name == "triton":
+        return 4 * B * H * tokens
+    return 0 if way or chunked else 2 * B * H * tokens**2
+
+
+@pytest.mark.parametrize(("tokens", "before", "chunks"), [(2048, 512, 1), (8192, 8192, 7)])
+@pytest.mark.parametrize("method", [DropKey(0.1), HardMasking(0.1)], ids=repr)
+def test_chunks(card, method, tokens, before, chunks):
+    """Of one layer: what the CPU's limits made of it, and what there is now."""
+    assert tokens // (kernel.CHUNK // (B * H * tokens)) == before
+    card("Triton is not installed")
+    found, count = chosen(method, tokens)
+    assert (found.name, found.chunked, count) == ("fused", True, chunks)
+    assert "not Triton: Triton is not installed" not in str(found) or count == chunks
+    card("")
+    found, count = chosen(method, tokens)
+    assert (found.name, found.chunked) == ("triton", False)
+    assert bytes_kept(found.name, found.way, found.chunked, tokens) == 4 * B * H * tokens
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_kernel_needed(card, causal):
+    card("Triton is not installed")
+    assert chosen(DropKey(0.1, unit="column"), 8192, causal)[0].way == "columns"
+    assert chosen(DropAttention(0.1, normalized=False), 8192, causal)[0].way == "dropout"
+    assert chosen(DropHead(0.1), 8192, causal)[0][:2] == ("fused", False)
+
+
+def test_a_scheduled_dropout_is_no_number_in_a_graph(monkeypatch):
+    """It would compile the graph anew with every value."""
+    constant, falling = (
+        DropAttention(rate, normalized=False) for rate in (0.2, linear(0.2, 0.0, along="progress"))
+    )
+    assert isinstance(falling.weight_dropout(), float)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert constant.weight_dropout() == pytest.approx(0.2)
+    assert isinstance(falling.weight_dropout(), torch.Tensor)
+
+
+def test_plain_dropouts_are_one_kernel(monkeypatch):
+    monkeypatch.setattr("dampen.masks.on_gpu", lambda t: True)
+    monkeypatch.setattr("dampen.methods.dropouts.on_gpu", lambda t: True)
+    x = torch.ones(100, 100)
+    torch.manual_seed(0)
+    y, _ = FeedForwardDropout(0.25).operands(x, x, None)
+    torch.manual_seed(0)
+    assert torch.equal(y, torch.nn.functional.dropout(x, 0.25))
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_equal_a_mask(groups, causal, dtype):
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 40, 16, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, groups, 40, 16, dtype=dtype, requires_grad=True) for _ in range(2))
+    keep = torch.rand(2, 4, 1, 40) > 0.4
+    seen = torch.ones(40, 40, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    mask = keep & seen
+    mask = mask | (seen & ~mask.any(-1, keepdim=True))  # sees what it saw
+    ours = shifted_attention(q, k, v, keep, 0.0, causal, 0.25)
+    many = [t.repeat_interleave(4 // groups, 1) for t in (k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, *many, mask, scale=0.25)
+    tolerance = 1e-3 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    for a, e in zip(
+        torch.autograd.grad(ours.float().square().sum(), (q, k, v)),
+        torch.autograd.grad(theirs.float().square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=0, atol=20 * tolerance)
+
+
+def test_a_causal_cpu_hides_columns_without_a_mask(monkeypatch):
+    monkeypatch.setattr(kernel, "COLUMNS_FROM", 16)
+    method = DropKey(0.3, unit="column")
+    q, k, v = (torch.randn(1, 2, 24, 8) for _ in range(3))
+    found = attend(q, k, v, None, 0.0, True, None, False, Needs([method]), None)[2]
+    assert found.way == "columns"
+    assert not attend(q, k, v, None, 0.0, False, None, False, Needs([method]), None)[2].way
+
+
+def test_guard_of_a_causal_model_looks_at_its_first_rows():
+    """The same keys come back whether all rows are looked at or only those that can be empty."""
+    few = rows_that_may_empty([0.5], lines=4, start=0)
+    assert 20 < few < 40
+    assert rows_that_may_empty([0.5], lines=4, start=1000) == 0
+    assert rows_that_may_empty([None], lines=4, start=0) is None
+    allowed = torch.ones(64, 64, dtype=torch.bool).tril()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        hidden = torch.rand(2, 2, 64, 64) < 0.5
+        kept = []
+        for first in (None, few):
+            torch.manual_seed(seed)
+            kept.append(keep_keys(allowed, [hidden], 64, first=first))
+        assert torch.equal(*kept)
+        assert kept[0].any(-1).all()

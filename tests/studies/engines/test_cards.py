@@ -1,0 +1,77 @@
+"""One worker per GPU, each with its own; on a machine without one the count is mocked."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dampen.studies.engines import cards, local
+from dampen.studies.trainer.state import Execution
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Four cards and 64 cores."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(local, "usable_cores", lambda: 64)
+    monkeypatch.delenv(cards.VISIBLE, raising=False)
+
+
+def jobs(count, devices=1):
+    train = SimpleNamespace(devices=devices)
+    return [SimpleNamespace(trial=SimpleNamespace(train=train)) for _ in range(count)]
+
+
+def test_one_worker_per_card(machine):
+    engine = local.LocalEngine()
+    places = engine._places(jobs(20), Execution())
+    assert places == ["0", "1", "2", "3"]
+    assert engine.shares(20, len(places)) == (4, 16)
+    assert engine.shares(2, len(places)) == (2, 32)
+
+
+def test_workers_share_cards_on_request(machine):
+    places = local.LocalEngine(per_gpu=2)._places(jobs(20), Execution())
+    assert sorted(places) == sorted("01230123")
+    assert cards.least_used(places, ["0", "1", "2", "3", "0"]) == "1"
+    with pytest.raises(ValueError, match="per_gpu"):
+        local.LocalEngine(per_gpu=0)
+
+
+def test_runs_on_several_cards_share_none(machine):
+    assert local.LocalEngine()._places(jobs(3, devices=2), Execution()) == ["0,1", "2,3"]
+
+
+def test_a_users_choice_of_cards_holds(machine, monkeypatch):
+    monkeypatch.setenv(cards.VISIBLE, "2, GPU-abc")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cards.visible_gpus() == ["2", "GPU-abc"]
+    monkeypatch.setenv(cards.VISIBLE, "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert local.LocalEngine()._places(jobs(3), Execution()) == []
+
+
+def test_the_cpu_counts_cores(machine):
+    engine = local.LocalEngine()
+    assert engine._places(jobs(9), Execution(accelerator="cpu")) == []
+    assert engine.shares(9, 0) == (9, 7)
+
+
+def test_no_card_here():
+    assert torch.version.cuda is not None or cards.visible_gpus() == []
+
+
+def test_a_worker_sees_its_card(monkeypatch):
+    """The card is set before the run begins, whatever function of the user's it trains."""
+    import os
+
+    seen = []
+    monkeypatch.setenv(cards.VISIBLE, "0,1")
+    monkeypatch.setattr(local, "stop_on_signals", lambda handler: None)
+    monkeypatch.setattr(
+        local, "run_job", lambda *a: seen.append(os.environ[cards.VISIBLE]) or "outcome"
+    )
+    pipe = SimpleNamespace(send=lambda message: None, poll=lambda: False)
+    local._work(pipe, jobs(1)[0], Execution(), "3")
+    assert seen == ["3"]
