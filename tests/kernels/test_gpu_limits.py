@@ -144,7 +144,7 @@ def test_guard_of_a_causal_model_looks_at_its_first_rows():
 @pytest.mark.parametrize("keys", [1, 2, 3])
 def test_a_causal_query_keeps_a_key_where_there_are_fewer_keys_than_queries(keys):
     """Every query from the last key on sees all of them: none may be left without one."""
-    q = torch.randn(64, 2, 64, 8, dtype=torch.bfloat16)
-    k = torch.randn(64, 2, keys, 8, dtype=torch.bfloat16)
+    q = torch.randn(64, 2, 64, 8, dtype=torch.float64)  # which no native kernel takes
+    k = torch.randn(64, 2, keys, 8, dtype=torch.float64)
     out = dampen.attention(q, k, torch.ones_like(k), is_causal=True, regularizers=[DropKey(0.1)])
-    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=0.02)
+    torch.testing.assert_close(out, torch.ones_like(out))
