@@ -7,6 +7,7 @@ where nothing is dropped. Penalties change nothing on the way, so they have no p
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _run(name: str) -> dict[str, tuple[Any, Any]]:
     seen: dict[str, tuple[Any, Any]] = {}
     cls = methods()[name]
     strong = {"drop_path": 0.4, "layer_drop": 0.5, "drop_connect": 0.3}.get(name, 0.3)
-    regularizer = cls(strong) if "rate" in cls.__init__.__code__.co_varnames[1:2] else cls()
+    regularizer = cls(strong) if next(iter(signature(cls).parameters), "") == "rate" else cls()
     recorded = type(
         cls.__name__,
         (cls,),

@@ -454,17 +454,22 @@ def may_empty(rates: Sequence[Rate | None], keys: int, rows: int) -> bool:
     return bool((1 - shown) ** keys * rows > NEGLIGIBLE)
 
 
-def rows_that_may_empty(rates: Sequence[Rate | None], lines: int, start: int) -> int | None:
+def rows_that_may_empty(
+    rates: Sequence[Rate | None], lines: int, start: int, keys: int
+) -> int | None:
     """In a causal attention, how many queries from `start` on could plausibly lose all their keys:
-    the query at place i sees i + 1. None where that is not known.
+    the query at place i sees i + 1 keys, or all where there are fewer. None where any query could,
+    or where that is not known.
 
     Args:
         rates: of the methods that hide keys; None: unknown.
         lines: samples times heads.
         start: the place of the first query.
+        keys: how many there are.
 
-    >>> rows_that_may_empty([0.1], lines=256, start=0)
+    >>> rows_that_may_empty([0.1], lines=256, start=0, keys=64)
     11
+    >>> rows_that_may_empty([0.1], lines=256, start=0, keys=4)  # later queries see 4 keys as well
     """
     if any(rate is None or isinstance(rate, Tensor) for rate in rates):
         return None
@@ -473,7 +478,8 @@ def rows_that_may_empty(rates: Sequence[Rate | None], lines: int, start: int) ->
         return 0
     # the chances of the rows beyond sum to at most lines * hidden^(m + 1) / (1 - hidden)
     seen = math.log(NEGLIGIBLE * (1 - hidden) / max(1, lines)) / math.log(hidden)
-    return max(0, math.ceil(seen) - start)
+    few = math.ceil(seen)
+    return None if few > keys else max(0, few - start)
 
 
 def give_back_one(

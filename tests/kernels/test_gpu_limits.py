@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dampen
 from dampen import DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking, linear
 from dampen.kernels import kernel, memory
 from dampen.kernels.attend import Needs, attend
@@ -122,10 +123,12 @@ def test_a_causal_cpu_hides_columns_without_a_mask(monkeypatch):
 
 def test_guard_of_a_causal_model_looks_at_its_first_rows():
     """The same keys come back whether all rows are looked at or only those that can be empty."""
-    few = rows_that_may_empty([0.5], lines=4, start=0)
+    few = rows_that_may_empty([0.5], lines=4, start=0, keys=512)
     assert 20 < few < 40
-    assert rows_that_may_empty([0.5], lines=4, start=1000) == 0
-    assert rows_that_may_empty([None], lines=4, start=0) is None
+    assert rows_that_may_empty([0.5], lines=4, start=1000, keys=2000) == 0
+    assert rows_that_may_empty([None], lines=4, start=0, keys=512) is None
+    assert rows_that_may_empty([0.5], lines=4, start=0, keys=2) is None
+
     allowed = torch.ones(64, 64, dtype=torch.bool).tril()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -136,3 +139,12 @@ def test_guard_of_a_causal_model_looks_at_its_first_rows():
             kept.append(keep_keys(allowed, [hidden], 64, first=first))
         assert torch.equal(*kept)
         assert kept[0].any(-1).all()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3])
+def test_a_causal_query_keeps_a_key_where_there_are_fewer_keys_than_queries(keys):
+    """Every query from the last key on sees all of them: none may be left without one."""
+    q = torch.randn(64, 2, 64, 8, dtype=torch.float64)  # which no native kernel takes
+    k = torch.randn(64, 2, keys, 8, dtype=torch.float64)
+    out = dampen.attention(q, k, torch.ones_like(k), is_causal=True, regularizers=[DropKey(0.1)])
+    torch.testing.assert_close(out, torch.ones_like(out))

@@ -3,6 +3,7 @@
 At 0.99999 one entry in 100,000 stays. Each path is drawn until about a hundred stay, and the
 count is held against the binomial."""
 
+import inspect
 import math
 
 import pytest
@@ -127,7 +128,7 @@ def test_methods_keep_what_they_should(name):
 
 
 RATED = [
-    n for n, c in methods().items() if c.stochastic and "rate" in c.__init__.__code__.co_varnames
+    n for n, c in methods().items() if c.stochastic and "rate" in inspect.signature(c).parameters
 ]
 
 

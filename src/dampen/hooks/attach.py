@@ -24,6 +24,7 @@ from dampen.hooks.find import (
     is_keyless,
     parts_of,
 )
+from dampen.hooks.flash import flash_functions
 from dampen.hooks.instance import check_own_forward
 from dampen.hooks.library_backend import find_backend, models_of
 from dampen.hooks.library_eager import find_eager
@@ -381,11 +382,9 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
             layer.kernels[name] = (
                 ""  # nothing ran yet; a place that appears in the first step would compile it twice
             )
-            swap(
-                module,
-                "attention",
-                AttentionSite(layer, name, is_cross(name, module), linear_sites[name]),
-            )
+            site = AttentionSite(layer, name, is_cross(name, module), linear_sites[name])
+            site.flash = flash_functions(module)
+            swap(module, "attention", site)
     elif "branch" in stages:
         for module in plan.attentions.values():
             swap(module, "mark", layer)

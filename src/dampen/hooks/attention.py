@@ -29,7 +29,7 @@ from dampen.hooks.context import (
 )
 from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
 from dampen.hooks.equations import PRODUCTS
-from dampen.hooks.flash import flash_functions, hooked, run_flash
+from dampen.hooks.flash import hooked, run_flash
 from dampen.hooks.layout import layout_of
 from dampen.hooks.replace import Plain
 from dampen.hooks.residual import call_torch
@@ -416,8 +416,6 @@ def run_attention(
             self, site
         )
         try:
-            if site.flash is None:
-                site.flash = flash_functions(self)
             with hooked(site.flash, socket.flash) if site.flash else nullcontext(), socket:
                 out = base(self, *args, **kwargs)
         finally:

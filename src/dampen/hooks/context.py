@@ -35,7 +35,7 @@ from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
     from dampen.hooks.experts import Routing
-    from dampen.hooks.flash import Found
+    from dampen.hooks.flash import FlashFunction
     from dampen.hooks.memory import Memory
     from dampen.hooks.order import Order
     from dampen.hooks.padding import Padding
@@ -276,7 +276,7 @@ class AttentionSite:
             None  # of the methods in the last forward outside a graph, with the kernels they got
         )
         self.kernel: object = None  # the one that ran last
-        self.flash: list[Found] | None = None  # functions of flash_attn and the like that it calls
+        self.flash: list[FlashFunction] = []  # functions of flash_attn and the like that it calls
 
     def knows_tokens(self) -> bool:
         """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""

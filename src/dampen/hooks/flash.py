@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import without_modes
 from dampen.kernels.attend import Needs, attend, fill_call, run_heads
 from dampen.kernels.columns import fits_columns, kept_columns, widened
 from dampen.regularizer import Call, Regularizer, needs_matrix
@@ -34,20 +35,20 @@ _UNSUPPORTED = (
 )
 
 
-class Found(NamedTuple):
+class FlashFunction(NamedTuple):
     """Where a function is kept: a module's globals, by name."""
 
     namespace: dict[str, Any]
     name: str
 
 
-def flash_functions(module: nn.Module) -> list[Found]:
+def flash_functions(module: nn.Module) -> list[FlashFunction]:
     """The functions of `FUNCTIONS` that the code of a module, or of those inside it, calls.
 
     Args:
         module: an attention.
     """
-    found: dict[tuple[int, str], Found] = {}
+    found: dict[tuple[int, str], FlashFunction] = {}
     for m in module.modules():
         for cls in type(m).__mro__:
             forward = vars(cls).get("forward")
@@ -58,9 +59,9 @@ def flash_functions(module: nn.Module) -> list[Found]:
                 value = space.get(name)
                 if isinstance(value, ModuleType):
                     for inner in FUNCTIONS & set(forward.__code__.co_names) & set(vars(value)):
-                        found[id(vars(value)), inner] = Found(vars(value), inner)
+                        found[id(vars(value)), inner] = FlashFunction(vars(value), inner)
                 elif callable(value) and getattr(value, "__name__", "") in FUNCTIONS:
-                    found[id(space), name] = Found(space, name)
+                    found[id(space), name] = FlashFunction(space, name)
     return list(found.values())
 
 
@@ -70,7 +71,7 @@ _here = threading.local()
 
 
 @contextmanager
-def hooked(functions: Sequence[Found], run: Callable[..., Any]) -> Iterator[None]:
+def hooked(functions: Sequence[FlashFunction], run: Callable[..., Any]) -> Iterator[None]:
     """While the block runs, calls of the functions in this thread go to `run(function, ...)`.
 
     Args:
@@ -194,7 +195,7 @@ def run_flash(
     for name, t, p in zip(names, (q, k, v), packs, strict=True):
         given[name] = t.transpose(1, 2) if p is None else p.pack(t)
     # its own torch functions are not the model's
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         returned = function(*bound.args, **bound.kwargs)
     out = (returned[0] if isinstance(returned, tuple) else returned)[..., :size]
     o = out.transpose(1, 2) if packs[0] is None else packs[0].pad(out)

@@ -395,9 +395,9 @@ def _merge(q: Tensor, k: Tensor, regularizers: Sequence[Regularizer], call: Call
     # a model's own mask leaves some rows few keys to lose; how few is not known without looking
     guard = call.keep is not None or may_empty(rates, keys, rows)
     first = None
-    if call.is_causal:
+    if call.is_causal and call.mask is None:
         start = 0 if call.rows is None else call.rows.start
-        first = rows_that_may_empty(rates, q.shape[0] * q.shape[1], start)
+        first = rows_that_may_empty(rates, q.shape[0] * q.shape[1], start, keys)
     return keep_keys(call.keep, hidden, keys, guard=guard, first=first)
 
 

@@ -135,7 +135,7 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
             if written_to(y) != part.version or not readable:  # the model went on in place
                 changed.append((number, part))
                 continue
-            plan.append(Job(number, part.factor, cut, part.rows))
+            plan.append(Summand(number, part.factor, cut, part.rows))
             if cut is None and y.ndim == 4:  # (B, height, width, out): four axes mean heads below
                 y = y.flatten(0, 2)
             ys.append(y)
@@ -154,7 +154,7 @@ def sum_up(penalties: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     return values
 
 
-class Job(NamedTuple):
+class Summand(NamedTuple):
     """How one output enters the sums."""
 
     number: int  # of the penalty
@@ -177,7 +177,7 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: list[Job], count: int, *tensors: Tensor | None
+        ctx: Any, plan: list[Summand], count: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan = plan
@@ -249,7 +249,7 @@ _apply: Any = apply_directly(_Batched)
 
 
 def _again(
-    plan: list[Job],
+    plan: list[Summand],
     ys: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     grads: Any,
@@ -283,7 +283,7 @@ def _room(biases: Sequence[Tensor | None]) -> int:
 
 def _places(
     biases: Sequence[Tensor | None],
-    plan: list[Job],
+    plan: list[Summand],
     room: Tensor | None = None,
 ) -> list[Place | None]:
     """Where the biases are, or their cuts where a fused map has one; with a room for all of
@@ -339,7 +339,7 @@ def all_sums(
     ys: Sequence[Tensor],
     layouts: Sequence[Strided],
     biases: Sequence[Place | None],
-    plan: Sequence[Job],
+    plan: Sequence[Summand],
     totals: Sequence[Tensor],
     sums: Sequence[Place | None],
 ) -> None:
@@ -366,7 +366,7 @@ def all_gradients(
     ys: Sequence[Tensor],
     layouts: Sequence[Strided],
     biases: Sequence[Place | None],
-    plan: Sequence[Job],
+    plan: Sequence[Summand],
     sums: Sequence[Place | None],
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
