@@ -1,4 +1,4 @@
-"""Hard masking where scores tie, or differ by no more than rounding: backward and second derivative know the forward's mask."""
+"""Hard masking where scores tie or nearly tie: its gradients have the mask of the forward, whatever rounding does."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_gradients_have_the_mask_of_the_forward(built, kind, order, mask):
         inputs = [t.clone().requires_grad_() for t in (q, k, v)]
         method = HardMasking(0.5, top=0.3).train()
         out, _, kernel = attend(*inputs, keep, 0.0, causal, None, False, Needs([method]), None)
-        assert kernel is not None and kernel.name == "native"
+        assert getattr(kernel, "name", None) == "native"
 
         wide = [t.detach().double().requires_grad_() for t in inputs]
         scores = wide[0] @ wide[1].mT * channels**-0.5
