@@ -101,9 +101,12 @@ def test_hard_masking_drops_top_keys_at_its_rate(built, top):
     )
     s = q @ k.mT
     count = top if isinstance(top, int) and top > 1 else -(-60 * int(top * 10) // 10)
-    belongs = s >= s.topk(count).values[..., -1:]
+    least = s.topk(count).values[..., -1:]
+    belongs = s >= least
+    lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1).amax(-1)[..., None, None]
+    ties = s >= least - 2 * 4 * (16 + 1) * 2**-24 * lengths  # by rounding; two in a row
     dropped = a < 1e-30
-    assert not (dropped & ~belongs & (s - s.amax(-1, keepdim=True) > -40)).any()
+    assert not (dropped & ~ties & (s - s.amax(-1, keepdim=True) > -40)).any()
     assert dropped[belongs].float().mean().item() == pytest.approx(0.3, abs=0.01)
 
 

@@ -87,10 +87,10 @@ int few_largest(const Problem& p) {
 }
 
 // Hide keys of a whole row: what the model hides, then what is drawn. False where the row was rescued: then one key is
-// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already; `settle` where
-// the scores came out of sgemm. `largest`: of the scores that are left.
+// left, with a finite score. `top`: where hard masking keeps its threshold, which may be `known` already. `lengths` of the
+// keys where the scores came out of sgemm: see `in_a_gap`. `largest`: of the scores that are left.
 bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, const u16* draw, float* top, bool known,
-          bool settle, float& largest) {
+          const float* lengths, float& largest) {
   const int M = (int)p.M, seen = show(p, b, h, i, 0, M, s);
   if (!p.mode || !seen) {
     largest = seen ? largest_of(s, width) : -INF;
@@ -101,11 +101,25 @@ bool hide(const Problem& p, u32 thr, i64 b, i64 h, i64 i, float* s, int width, c
     const i64 k = p.share_den ? (seen * p.share_num + p.share_den - 1) / p.share_den : std::min<i64>(p.share_num, seen);
     *top = top_threshold(s, M, (int)k);
   }
-  if (p.mode == 2 && settle) *top = in_a_gap(s, M, *top);
+  if (p.mode == 2 && lengths) {
+    const float apart = rounding((int)p.D) * (float)std::fabs(p.scale) * length(at(p.q, p.sq, b, h, i), (int)p.D);
+    *top = in_a_gap(s, lengths, M, *top, apart);
+  }
   largest = drop(draw, thr, p.mode == 2 ? *top : -INF, width, s);
   if (largest > -INF || any_nan(s, M, largest)) return true;
   s[rescued(p, b, h, i)] = largest = 0;
   return false;
+}
+
+// Whether the products are those of vectors.h. The values have no say: the same scores must come out in `dampen_kept`,
+// which is not given any.
+bool small_sizes(const Problem& p) { return std::max(p.M, p.D) <= SMALL; }
+
+// The scores of n queries with keys that `turn` has turned. Never inlined, because a compiler may round otherwise where it
+// does: forward, backward and `dampen_kept` have to get the same bits.
+__attribute__((noinline)) void small_scores(const Problem& p, int n, const float* q, const float* turned, int ld,
+                                            float* scores) {
+  small(n, ld, (int)p.D, (float)p.scale, q, p.sq[2], 1, turned, ld, false, scores, ld);
 }
 
 // Queries and keys at a time. A block of scores stays in the cache next to the processor: the forward holds whole rows,
@@ -187,14 +201,18 @@ const char* dampen_attention(const Problem* problem) {
   const int bq = forward_rows(p), M = (int)p.M, D = (int)p.D, E = (int)p.E;
   const i64 blocks = bq ? (p.N + bq - 1) / bq : 0, tasks = p.B * p.H * blocks;
   const u32 thr = threshold(p.rate, p.seed);
-  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const bool is_small = small_sizes(p);
   const int few = few_largest(p);
   const int ld = is_small ? (M + 7) / 8 * 8 : M;  // rows with room at their ends: no loop has a remainder
+  std::vector<float> lengths((size_t)(p.mode == 2 && !is_small ? p.B * p.G * M : 0));
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
     std::vector<float> scores((size_t)bq * ld), turned(is_small ? (size_t)ld * D : 0), columns((size_t)(few ? 16 * M : 0));
     std::vector<float> inverse((size_t)bq);
     std::vector<u16> room;
+#pragma omp for schedule(static)
+    for (i64 key = 0; key < (i64)lengths.size(); key++)
+      lengths[(size_t)key] = length(at(p.k, p.sk, key / M / p.G, key / M % p.G, key % M), D);
 #pragma omp for schedule(static)
     for (i64 task = 0; task < tasks; task++) {
       const i64 bh = task / blocks, b = bh / p.H, h = bh % p.H, g = h * p.G / p.H, i0 = (task % blocks) * bq;
@@ -203,7 +221,7 @@ const char* dampen_attention(const Problem* problem) {
       const float *q = at(p.q, p.sq, b, h, i0), *k = at(p.k, p.sk, b, g, 0), *v = at(p.v, p.sv, b, g, 0);
       if (is_small) {
         turn(M, D, k, p.sk[2], turned.data(), ld);
-        small(n, ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, scores.data(), ld);
+        small_scores(p, n, q, turned.data(), ld, scores.data());
       } else {
         multiply('T', 'N', M, n, D, (float)p.scale, k, p.sk[2], q, p.sq[2], 0.f, scores.data(), M);
       }
@@ -218,7 +236,8 @@ const char* dampen_attention(const Problem* problem) {
         close_row(s, M, ld);
         const u16* draw = drawn ? drawn + (size_t)i * M : p.mode ? draws(p.seed, KEYS, bh, (u64)(i0 + i) * M, M, room) : nullptr;
         float largest;
-        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, !is_small, largest);
+        const float* keys = lengths.empty() ? nullptr : lengths.data() + (b * p.G + g) * M;
+        const bool usual = hide(p, thr, b, h, i0 + i, s, ld, draw, top ? top + i : nullptr, few > 0, keys, largest);
         if (largest == -INF) {  // the model shows this query nothing: zeros, as SDPA gives
           std::memset(s, 0, sizeof(float) * ld);
           p.lse[row] = INF;
@@ -245,7 +264,7 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
   if (auto bad = bad_strided(kept, {p.B, p.H, p.N, p.M}, {p.H * p.N * p.M, p.N * p.M, p.M, 1}, room_kept)) return bad;
   const int M = (int)p.M, D = (int)p.D;
   const u32 thr = threshold(p.rate, p.seed);
-  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const bool is_small = small_sizes(p);
   const int ld = is_small ? (M + 7) / 8 * 8 : M;
   const bool again = p.mode == 2 && is_small;
   const i64 bq = forward_rows(p);
@@ -257,7 +276,7 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
     if (again) {  // the same blocks as in `dampen_attention`: a row alone is rounded otherwise, and ties would not stay ties
       if (!i) turn(M, D, k, p.sk[2], turned.data(), ld);
       if (i % bq == 0)
-        small((int)std::min(bq, p.N - i), ld, D, (float)p.scale, q, p.sq[2], 1, turned.data(), ld, false, block.data(), ld);
+        small_scores(p, (int)std::min(bq, p.N - i), q, turned.data(), ld, block.data());
       std::copy_n(block.data() + (i % bq) * ld, ld, s.data());
     }
     for (int j = 0; j < M; j++) {
@@ -267,7 +286,7 @@ const char* dampen_kept(const Problem* problem, u8* kept, i64 room_kept) {
     }
     const u16* draw = p.mode ? draws(p.seed, KEYS, bh, (u64)i * M, M, room) : nullptr;
     float largest;
-    hide(p, thr, b, h, i, s.data(), M, draw, p.top ? p.top + row : nullptr, true, false, largest);
+    hide(p, thr, b, h, i, s.data(), M, draw, p.top ? p.top + row : nullptr, true, nullptr, largest);
     for (int j = 0; j < M; j++) kept[row * M + j] = s[j] != -INF;
   }
   return nullptr;
@@ -282,7 +301,7 @@ const char* dampen_attention_backward(const Problem* problem) {
   const u32 thr = threshold(p.rate, p.seed);
   const i64 tasks = p.B * p.G;  // heads that share a key add to its gradient one after the other
   const float scale = (float)p.scale;
-  const bool is_small = std::max({p.M, p.D, p.E}) <= SMALL;
+  const bool is_small = small_sizes(p);
   const int ld = is_small ? (bk + 7) / 8 * 8 : bk;
 #pragma omp parallel num_threads((int)p.threads) if (p.threads > 1)
   {
@@ -311,7 +330,7 @@ const char* dampen_attention_backward(const Problem* problem) {
             const float *k = at(p.k, p.sk, b, g, j0), *v = at(p.v, p.sv, b, g, j0);
             float *dk = at(p.dk, p.sdk, b, g, j0), *dv = at(p.dv, p.sdv, b, g, j0);
             if (is_small) {
-              small(n, ld, D, scale, q, p.sq[2], 1, turned_k.data(), ld, false, weights.data(), ld);
+              small_scores(p, n, q, turned_k.data(), ld, weights.data());
               small(n, ld, E, 1.f, go, p.sgo[2], 1, turned_v.data(), ld, false, back.data(), ld);
             } else {
               multiply('T', 'N', m, n, D, scale, k, p.sk[2], q, p.sq[2], 0.f, weights.data(), ld);

@@ -152,16 +152,29 @@ float top_threshold(const float* s, int M, int k) {
   return low;
 }
 
+// How far apart two scores of D channels have to be, in lengths of the query and of the longest key, for a threshold
+// between them to stay there: each may move by (D + 1) 2^-24 of these when it is summed in single precision, in any order,
+// and as much when it is summed again.
+float rounding(int D) { return 4 * ((float)D + 1) * 0x1p-24f; }
+
+float length(const float* x, int size) {  // in double precision, where no square overflows
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int j = 0; j < size; j++) sum += (double)x[j] * x[j];
+  return (float)std::sqrt(sum);
+}
+
 // A threshold in the middle of a gap that rounding does not cross. The sgemm of a library rounds otherwise when the scores
 // are computed again, in the backward: a score at the threshold, or next to it, could be on its other side there. Scores
-// closer to each other than rounding can be tie.
-float in_a_gap(const float* s, int M, float limit) {
+// closer to each other than rounding can be tie. That depends on the lengths of query and keys, not on the scores: a sum
+// near 0 is rounded as its terms are. `lengths`: of the keys, of which only those count that the row sees.
+float in_a_gap(const float* s, const float* lengths, int M, float limit, float apart) {
   if (limit == INF || limit == ALL) return limit;
-  float most = 0;
-#pragma omp simd reduction(max : most)
-  for (int j = 0; j < M; j++) most = std::max(most, s[j] > -INF ? std::fabs(s[j]) : 0.f);
-  const float near = 2e-6f * most;
-  for (int step = 0; step < 32; step++) {
+  float longest = 0;
+#pragma omp simd reduction(max : longest)
+  for (int j = 0; j < M; j++) longest = std::max(longest, s[j] > -INF ? lengths[j] : 0.f);
+  const float near = apart * longest + std::numeric_limits<float>::min();
+  while (true) {  // a step lowers the limit by more than `near`
     float above = INF, below = -INF;
 #pragma omp simd reduction(min : above) reduction(max : below)
     for (int j = 0; j < M; j++) {
@@ -169,11 +182,9 @@ float in_a_gap(const float* s, int M, float limit) {
       below = s[j] < limit && s[j] > below ? s[j] : below;
     }
     if (below == -INF) return ALL;
-    const float middle = 0.5f * above + 0.5f * below;
-    if (above - below > near && middle > below) return middle;
-    limit = below;
+    if (above - below > near) return 0.5f * above + 0.5f * below;
+    limit = std::max(below - near, ALL);  // what is so close to `below` ties with it
   }
-  return limit;
 }
 
 // For each of up to 16 rows of M numbers, `ld` apart, a threshold as `top_threshold` gives it for the K largest; `turned`
