@@ -186,7 +186,7 @@ def test_a_sequential_interval_never_contradicts_its_verdict():
     """Sequences that drift and turn, in families of one to three rows."""
     rng = np.random.default_rng(0)
     seen = dict.fromkeys(("better", "worse", "equal", "inconclusive", "turned"), 0)
-    for _ in range(1500):
+    for _ in range(500):
         n, rows = rng.integers(5, 14), {}
         plain = rng.normal(50, 1, n)
         for name in "abc"[: rng.integers(1, 4)]:
@@ -197,19 +197,16 @@ def test_a_sequential_interval_never_contradicts_its_verdict():
             {"plain": as_row(plain)} | rows, "plain", "score", margin=0.6, test="sequential"
         )
         for c in judged.values():
-            holds_zero = math.isnan(c.low) or c.low <= 0 <= c.high
             word = "turned" if c.because == TURNED else c.verdict
             seen[word] = seen.get(word, 0) + 1
-            if c.verdict == "better":
-                assert c.low > 0 and c.difference > 0
-            elif c.verdict == "worse":
-                assert c.high < 0 and c.difference < 0
-            elif c.verdict == "equal":
-                assert -0.6 < c.low and c.high < 0.6
-            elif c.verdict == "inconclusive":
-                assert holds_zero
-            elif "margin" in c.because:
-                assert c.high < 0.6
+            agrees = {
+                "better": c.low > 0 and c.difference > 0,
+                "worse": c.high < 0 and c.difference < 0,
+                "equal": max(-c.low, c.high) < 0.6,
+                "inconclusive": math.isnan(c.low) or c.low <= 0 <= c.high,
+                "no gain": c.high < 0.6 or "cannot reach" in c.because,
+            }
+            assert agrees[c.verdict], c
     assert all(seen.values()), seen
 
 
