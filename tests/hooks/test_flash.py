@@ -199,3 +199,49 @@ def test_refused_where_dampen_would_compute_something_else(monkeypatch):
     dampen.regularize(net, DropKey(0.3))
     with pytest.raises(RuntimeError, match="window_size"):
         net(x)
+
+
+class GroupedAttention(Attention):
+    """Two heads of keys and values for four of queries."""
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, 4, 8).unbind(2)
+        k, v = k[:, :, :2], v[:, :, :2]
+        if self.how == "flash_attn_func":
+            o = flash_attn_func(q, k, v, causal=True)
+        else:
+            starts = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32)
+            packed = (t.flatten(0, 1) for t in (q, k, v))
+            o = flash_attn_varlen_func(*packed, starts, starts, tokens, tokens, causal=True)
+        return self.proj(o.reshape(batch, tokens, 32))
+
+
+@pytest.mark.parametrize("how", ["flash_attn_func", "flash_attn_varlen_func"])
+@pytest.mark.parametrize(
+    "method", [DropKey(1e-9), DropAttention(1e-9), DropKey(1e-9, unit="column")], ids=repr
+)
+def test_grouped_keys(how, method):
+    net, x = model(how)
+    for block in net:
+        block.attn = GroupedAttention(how)
+    plain = net(x)
+    dampen.regularize(net, method)
+    torch.testing.assert_close(net(x), plain)
+
+
+def test_a_soft_cap_is_refused_where_whole_keys_are_hidden():
+    """It would give hidden keys a weight again."""
+    net, x = model("flash_attn_func")
+
+    class Capped(Attention):
+        def forward(self, x):
+            batch, tokens, _ = x.shape
+            q, k, v = self.qkv(x).view(batch, tokens, 3, 4, 8).unbind(2)
+            return self.proj(flash_attn_func(q, k, v, softcap=2.0).reshape(batch, tokens, 32))
+
+    for block in net:
+        block.attn = Capped("flash_attn_func")
+    dampen.regularize(net, DropKey(0.3, unit="column"))
+    with pytest.raises(Exception, match="softcap"):
+        net(x)

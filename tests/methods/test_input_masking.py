@@ -30,12 +30,13 @@ def shown(model, method, **inputs):
     return seen[0]
 
 
-@pytest.mark.parametrize("by", ["config", "argument"])
+@pytest.mark.parametrize("by", ["config", "several in the config", "argument"])
 def test_special_and_padded_tokens_stay(by):
     torch.manual_seed(0)
     model = bert()
     model.config.cls_token_id = 3 if by == "config" else None
-    special = None if by == "config" else [3]
+    model.config.eos_token_id = [3, 4] if by == "several in the config" else None
+    special = [3] if by == "argument" else None
     ids = torch.tensor([[3, 5, 6, 7, 8, 9, 10], [3, 5, 3, 7, 8, 2, 2]])
     out = shown(model, InputMasking(0.999, special=special), input_ids=ids, attention_mask=PADDING)
     kept = (out != 0).any(-1)

@@ -179,11 +179,14 @@ def run_flash(
     call.value_size = v.shape[3]
     columns = [r for r in needs.inside if "mask" in r.stages]
     kept = not needs.reading and not needs_matrix(regularizers)
-    kept = kept and (not columns or fits_columns(q, k, needs.inside, call))
+    # a soft cap would lift the scores of hidden keys again
+    plain_scores = not given.get("softcap")
+    kept = kept and (not columns or (plain_scores and fits_columns(q, k, needs.inside, call)))
     if not kept:
         _check_known(function, given, window, where)
         mask = _mask(q, k, keep, causal)
-        o, _, kernel = attend(q, k, v, mask, rate, False, scale, False, needs, call)
+        grouped = k.shape[1] != q.shape[1]
+        o, _, kernel = attend(q, k, v, mask, rate, False, scale, grouped, needs, call)
         out = o.transpose(1, 2) if packs[0] is None else packs[0].pack(o)
         return _as_returned(function, given, out), f"{kernel}; instead of {function.__name__}"
     for r in (*needs.read_operands, *needs.change_operands):

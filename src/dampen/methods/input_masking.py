@@ -65,7 +65,9 @@ class InputMasking(Regularizer):
     def inspect_model(self, model: nn.Module) -> None:
         if self.special is None:
             configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
-            found = [getattr(c, name, None) for c in configs for name in SPECIAL]
+            given = [getattr(c, name, None) for c in configs for name in SPECIAL]
+            # several ids of one kind are a list, as the ends of text of Llama 3
+            found = [i for ids in given for i in (ids if isinstance(ids, list | tuple) else [ids])]
             self.special = sorted({i for i in found if isinstance(i, int)})
 
     def pass_weights(self) -> tuple[float | Tensor, ...] | None:

@@ -284,9 +284,9 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     records = [_difference_record(e, table) for e in entries]
     names = [e.name for e in shown]
     drawn = records[: len(shown)]
-    y = alt.Y(
-        "row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False, ticks=False)
-    )
+    # no name is left out on a narrow page, where names take two lines
+    axis = alt.Axis(labelLimit=360, domain=False, ticks=False, labelOverlap=False)
+    y = alt.Y("row:N", sort=names, title=None, axis=axis)
     unit = f" ({table.metric.points.strip()})" if table.metric.points else ""
     title = f"difference to {table.reference_name} in {table.metric.label}{unit}"
     x = alt.X(

@@ -307,7 +307,7 @@ def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
         "chip": CHIPS.get(entry.verdict, "flat")
     }
     told = entry.told(table.metric)
-    cell["small"] = told.removeprefix(entry.verdict).lstrip(",: ")
+    cell["small"] = told.removeprefix(entry.verdict).lstrip(",:; ")
     cell["help"] = f"against {entry.reference}, {c.n} shared seeds" if c else told
     return cell
 
