@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from dampen._torch import version_of
 from dampen.calls import Penalties, Penalty, consume, makes_penalties, settle, total
 from dampen.deprecated import HANDLE, OldNames, accepts_old_arguments
 from dampen.hooks.attach import attach, check_model
@@ -22,14 +21,14 @@ from dampen.hooks.context import Layer, ModelSite
 from dampen.hooks.describe import describe
 from dampen.hooks.detach import remove
 from dampen.hooks.example import run_example
-from dampen.hooks.optimizer import AttachedOptimizer, unwrap
+from dampen.hooks.optimizer import AttachedOptimizer, check_attached, unwrap
 from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
 from dampen.hooks.sampling import sampling_own
 from dampen.hooks.start import Start
 from dampen.hooks.swap import swap
 from dampen.hooks.weights import carrying
 from dampen.native.library import use_native_kernels
-from dampen.regularizer import LOSS_STAGES, STEP_STAGES, Regularizer
+from dampen.regularizer import LOSS_STAGES, Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer
 from dampen.two_pass.reuse import SharedBlocks
 
@@ -173,9 +172,6 @@ class Handle(OldNames):
         ] = {}  # with `attach_to_loss`, the penalties of the last training forward
         self.start = Start(model) if any(m.reads_start for m in methods) else None
         self.anchoring = False  # whether the model runs as its own start
-        self._optimizers: list[AttachedOptimizer] = []
-        self._stepping = [c for c in clones if c.stages & set(STEP_STAGES)]
-        self._writes = self._count_writes()
         self._progress = 0.0
         self.progress(0.0)
 
@@ -198,7 +194,6 @@ class Handle(OldNames):
         """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
         self._alive()
         self._progress = check_progress(t)
-        self._check_optimizer()
         self._settle_order()
         for r in self.clones:
             r.at(self._progress)
@@ -214,21 +209,9 @@ class Handle(OldNames):
         """
         self._alive()
         found = unwrap(optimizer)
-        if self._stepping and all(known.optimizer is not found for known in self._optimizers):
-            self._optimizers.append(AttachedOptimizer(self.model, self._stepping, found))
-
-    def _count_writes(self) -> int:
-        """How often the weights were written to, where a method follows the optimizer's steps."""
-        return sum(version_of(p) for p in self.model.parameters()) if self._stepping else 0
-
-    def _check_optimizer(self) -> None:
-        """Raise where weights were trained by an optimizer that a method should have followed."""
-        if self._stepping and not self._optimizers and self._count_writes() != self._writes:
-            raise RuntimeError(
-                f"{type(self._stepping[0]).__name__} acts in the steps of the optimizer, but the "
-                "weights have changed and the handle has no optimizer. Call "
-                "reg.attach_optimizer(optimizer) once, before training."
-            )
+        site = self._model_site
+        if site.stepping and all(known.optimizer is not found for known in site.attached):
+            site.attached.append(AttachedOptimizer(self.model, site.stepping, found))
 
     def loss(
         self,
@@ -256,7 +239,7 @@ class Handle(OldNames):
         outputs: list[Any] = []
         if self.model.training and torch.is_grad_enabled():
             self._ledger.check()
-            self._check_optimizer()
+            check_attached(self.model, self._model_site)
         terms = (
             self._taken()
         )  # what waits from forwards before this one counts once, however many passes follow
@@ -325,7 +308,7 @@ class Handle(OldNames):
                 "Let the handle run them: loss, terms = reg.loss(lambda: model(x), criterion)."
             )
         if self.model.training and torch.is_grad_enabled():
-            self._check_optimizer()
+            check_attached(self.model, self._model_site)
         return self._taken()
 
     def _taken(self) -> dict[str, Tensor]:
@@ -425,6 +408,7 @@ class Handle(OldNames):
         if self.start is not None and "start" in state:
             self.start.load_state_dict(state["start"])
         self.prefix.doubled.go_on(state)
+        self._model_site.writes = None  # the weights may have been loaded too
         self.progress(state["progress"])
 
     @contextlib.contextmanager
@@ -476,6 +460,11 @@ class Handle(OldNames):
             raise ValueError(
                 f"reg.averaged() is for one WeightAverage, and this model has {len(found)}. "
                 "Add it: dampen.regularize(model, [..., dampen.WeightAverage('ema')])."
+            )
+        if not found[0] and not self._model_site.attached:
+            raise RuntimeError(
+                "reg.averaged() has no average: no step was counted, because the handle has no "
+                "optimizer. Call reg.attach_optimizer(optimizer) once, before training."
             )
         with carrying(self.model, found[0]):
             if loader is not None:
@@ -574,10 +563,7 @@ class Handle(OldNames):
         """Give the model back exactly as it was."""
         self._alive()
         remove(self.model)
-        for attached in self._optimizers:
-            attached.remove()
-        self._optimizers = []
-        self.layers, self.clones, self._stepping = [], [], []
+        self.layers, self.clones = [], []
 
     def _alive(self) -> None:
         if "_dampen_model" not in vars(self.model):
@@ -608,8 +594,7 @@ class Handle(OldNames):
         new = object.__new__(type(self))
         memo[id(self)] = new
         for key, value in self.__dict__.items():
-            setattr(new, key, [] if key == "_optimizers" else copy.deepcopy(value, memo))
-        new._writes = new._count_writes()
+            setattr(new, key, copy.deepcopy(value, memo))
         return new
 
     def __repr__(self) -> str:

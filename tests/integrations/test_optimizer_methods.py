@@ -59,6 +59,43 @@ def test_lightning(tmp_path):
     assert average.count == trainer.global_step == 8
 
 
+def test_transformers_resumes(tmp_path):
+    from transformers import Trainer
+
+    counts = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        steps = 2 if checkpoint is None else 4
+        reg, average = regularized(bert())
+        args = arguments(tmp_path, steps=steps, save_strategy="steps", save_steps=2)
+        trainer = Trainer(model=reg.model, args=args, train_dataset=sentences(32))
+        hf.install(trainer, reg)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        counts.append(average.count)
+    assert counts == [2, 4]
+
+
+def test_lightning_resumes(tmp_path):
+    counts, checkpoint = [], None
+    for epochs in (1, 2):
+        reg, average = regularized(vit())
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            logger=False,
+            callbacks=[Regularize(reg)],
+        )
+        loader = DataLoader(images(), batch_size=8)
+        trainer.fit(Task(reg.model), loader, ckpt_path=checkpoint)
+        checkpoint = str(tmp_path / "one.ckpt")
+        trainer.save_checkpoint(checkpoint)
+        counts.append(average.count)
+    assert counts == [4, 8]
+
+
 def loop(reg, optimizer, model, backward):
     batch = DataLoader(images(8), batch_size=8)
     for x, y in batch:

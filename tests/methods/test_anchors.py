@@ -85,6 +85,46 @@ def test_anchor_kl_is_the_divergence_from_a_copy_made_at_the_start():
     assert not reg.anchoring
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_autocast_sees_the_start_and_then_the_model(alpha):
+    reg = regularize(vit().eval(), AnchorKL(1.0))
+    move(reg.model, by=0.3)
+
+    def fresh():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return reg.model(X)
+
+    live = fresh()
+    with reg.at_start():
+        start = fresh()
+    with reg.interpolate(alpha):
+        between = fresh()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [reg.model(X)]
+        with reg.at_start():
+            found.append(reg.model(X))
+        found.append(reg.model(X))
+        with reg.interpolate(alpha):
+            found.append(reg.model(X))
+        found.append(reg.model(X))
+    for a, b in zip(found, [live, start, live, between, live], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_under_autocast_anchor_kl_is_of_the_start_and_every_weight_has_its_gradient():
+    model = vit()
+    twin = copy.deepcopy(model).eval()
+    reg = regularize(model, AnchorKL(1.0))
+    move(model, by=0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        logs = [m(X).float().log_softmax(-1) for m in (model, twin)]
+        loss, terms = reg.loss(lambda: model(X), lambda out: out.float().sum())
+    expected = F.kl_div(*logs, reduction="batchmean", log_target=True)
+    torch.testing.assert_close(terms["anchor_kl"], expected, rtol=0.05, atol=0.0)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def lora(base):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
     torch.manual_seed(0)

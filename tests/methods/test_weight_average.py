@@ -82,20 +82,79 @@ def test_a_graph_from_before_can_still_go_backward():
     out.sum().backward()
 
 
+@pytest.mark.parametrize("order", ["handle first", "model first", "optimizer attached last"])
 @pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
-def test_a_resumed_run_has_the_same_average(kind):
+def test_a_resumed_run_has_the_same_average(kind, order):
     method = WeightAverage(kind, decay=0.7, start=0.3, every=2, window=3)
     reg, optimizer = attached(method)
     train(reg, optimizer, 6)
     saved = copy.deepcopy((reg.state_dict(), reg.model.state_dict(), optimizer.state_dict()))
     train(reg, optimizer, 4, first=6)
-    other, again = attached(method)
-    other.load_state_dict(saved[0])
+    other = regularize(vit(), method)
+    again = torch.optim.SGD(other.model.parameters(), lr=0.05)
+    if order != "optimizer attached last":
+        other.attach_optimizer(again)
+    if order == "handle first":
+        other.load_state_dict(saved[0])
     other.model.load_state_dict(saved[1])
+    if order != "handle first":
+        other.load_state_dict(saved[0])
     again.load_state_dict(saved[2])
+    other.attach_optimizer(again)
     train(other, again, 4, first=6)
     with reg.averaged(), other.averaged():
         assert torch.equal(reg.model.head.weight, other.model.head.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
+def test_the_average_of_16_bit_weights_moves_by_less_than_they_can(kind, dtype):
+    """Contract: the average is that of the numbers that the weights had, and so after loading."""
+    method = WeightAverage(kind, decay=0.999, start=0.0, window=20)
+    reg = regularize(vit().to(dtype), method)
+    weight = reg.model.head.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    reg.attach_optimizer(optimizer)
+    values = [1.0] * 10 + [1.03125] * 10
+    expected = values[0]
+    for t, value in enumerate(values):
+        torch.nn.init.constant_(weight, value)
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        b = min(0.999, (1 + t) / (10 + t))
+        expected = b * expected + (1 - b) * value
+    if kind != "ema":
+        expected = sum(values) / len(values)
+    other = regularize(vit().to(dtype), method)
+    other.load_state_dict(reg.state_dict())
+    for handle in (reg, other):
+        (average,) = handle.clones
+        found = average.averaged_weights()["head.weight"]
+        torch.testing.assert_close(found, torch.full(found.shape, expected))
+        with handle.averaged():
+            assert torch.equal(handle.model.head.weight, found.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
+def test_autocast_sees_the_average_and_then_the_model(kind):
+    reg, optimizer = attached(WeightAverage(kind, start=0.0), lr=0.5)
+    train(reg, optimizer, 4)
+
+    def fresh():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return reg.model(X)
+
+    live = fresh()
+    with reg.averaged():
+        average = fresh()
+    assert not torch.equal(live, average)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [reg.model(X)]
+        with reg.averaged():
+            found.append(reg.model(X))
+        found.append(reg.model(X))
+    for a, b in zip(found, [live, average, live], strict=True):
+        assert torch.equal(a, b)
 
 
 class WithBatchNorm(nn.Module):
@@ -131,6 +190,15 @@ def test_errors():
     reg = regularize(vit(), dampen.DropKey(0.1))
     with pytest.raises(ValueError, match="this model has 0"), reg.averaged():
         pass
+
+
+def test_an_average_that_nothing_feeds_is_refused():
+    reg = regularize(vit(), WeightAverage())
+    with pytest.raises(RuntimeError, match="has no average.*attach_optimizer"), reg.averaged():
+        pass
+    optimizer = torch.optim.SGD(reg.model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="WeightAverage acts in the steps"):
+        train(reg, optimizer, 2)
 
 
 def test_no_step_so_far_is_the_model_itself():

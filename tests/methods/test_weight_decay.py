@@ -176,12 +176,55 @@ def test_training_without_the_optimizer_is_refused():
     for use in (
         lambda: reg.loss(lambda: reg.model(X), lambda out: out.sum()),
         lambda: reg.penalty(),
-        lambda: reg.progress(0.1),
+        lambda: reg.model(X),
     ):
         with pytest.raises(RuntimeError, match="Call reg.attach_optimizer"):
             use()
     with pytest.raises(TypeError, match="got Linear"):
         reg.attach_optimizer(nn.Linear(1, 1))
+
+
+def test_loaded_weights_are_no_training():
+    """Contract: whatever is loaded before training, in whatever order, nothing is refused."""
+    reg = regularize(vit(), WeightDecay(0.1))
+    reg.model.load_state_dict(vit().state_dict())
+    reg.progress(0.0)
+    train(reg.model, torch.optim.SGD(reg.model.parameters(), lr=0.0), steps=0)
+    reg.model(X)
+    reg.model.load_state_dict(vit().state_dict())
+    reg.load_state_dict(reg.state_dict())
+    reg.model(X)
+    reg.penalty()
+
+
+def test_a_copy_without_its_handle_is_refused_too():
+    reg = regularize(vit(), WeightDecay(0.1))
+    reg.attach_optimizer(torch.optim.SGD(reg.model.parameters(), lr=0.1))
+    train(reg.model, reg.model._dampen_model.attached[0].optimizer)
+    twin = copy.deepcopy(reg.model)
+    with pytest.raises(RuntimeError, match=r"dampen.remove\(copy\) makes it plain"):
+        train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), steps=2)
+
+
+@pytest.mark.parametrize("through", ["reg.remove()", "dampen.remove(model)"])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.filterwarnings("ignore:WeightDecay replaces")
+def test_removed_it_leaves_the_optimizer_as_it_was(through, loaded):
+    model = vit()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.3}]
+    optimizer = torch.optim.AdamW(groups)
+    before = copy.deepcopy(optimizer.state_dict())
+    reg = regularize(model, WeightDecay(0.2))
+    reg.attach_optimizer(optimizer)
+    if loaded:
+        optimizer.load_state_dict(before)
+        train(model, optimizer, steps=1)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    reg.remove() if through == "reg.remove()" else dampen.remove(model)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_attached_twice_it_decays_once():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dampen.hooks.experts import Routing
     from dampen.hooks.flash import FlashFunction
     from dampen.hooks.memory import Memory
+    from dampen.hooks.optimizer import AttachedOptimizer
     from dampen.hooks.order import Order
     from dampen.hooks.padding import Padding
     from dampen.hooks.residual import ResidualSocket
@@ -345,6 +346,9 @@ class ModelSite:
         self.own_rates: list[
             OwnRate
         ] = []  # of the model's own dropout, those that the handle has set
+        self.stepping = [c for c in clones if not c.stages.isdisjoint(STEP_STAGES)]
+        self.attached: list[AttachedOptimizer] = []  # whose steps they follow
+        self.writes: int | None = None  # to the weights, when training was first seen without one
 
     @contextlib.contextmanager
     def holding(self, name: str, value: bool) -> Iterator[None]:
@@ -390,7 +394,8 @@ class ModelSite:
         return self.enabled and (training or r.in_eval or (self.sampling and r.stochastic))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "enabled": True, "sampling": False}
+        fresh = {"enabled": True, "sampling": False, "attached": [], "writes": None}
+        return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

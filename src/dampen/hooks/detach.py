@@ -48,6 +48,9 @@ def remove(model: nn.Module) -> None:
         site = vars(module).get("_dampen_model")
         if isinstance(site, ModelSite):
             site.ledger.unwatch()
+            for attached in site.attached:
+                attached.remove()
+            site.attached = []
             for rate in site.own_rates:
                 rate.restore()
         unswap(module)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dampen._torch import version_of
 from dampen.hooks.context import ModelSite
 from dampen.regularizer import Regularizer, StepCall
 
@@ -26,8 +27,9 @@ class AttachedOptimizer:
         self, model: nn.Module, clones: Sequence[Regularizer], optimizer: torch.optim.Optimizer
     ) -> None:
         self.model, self.clones, self.optimizer = model, list(clones), optimizer
+        self.site: ModelSite = vars(model)["_dampen_model"]
         self.decaying = next((c for c in clones if c.replaces_weight_decay), None)
-        self.replaced: list[tuple[dict[str, Any], float]] = []
+        self.replaced: dict[int, float] = {}  # by the group's number: loading makes new groups
         self.waiting: list[Callable[[], None]] = []  # for the end of the step under way
         self.take_decay()
         self.hooks = [
@@ -37,8 +39,8 @@ class AttachedOptimizer:
 
     def acting(self, stage: str) -> list[Regularizer]:
         """The methods with a stage that are at work now."""
-        site = vars(self.model).get("_dampen_model")  # None after dampen.remove(model)
-        if not isinstance(site, ModelSite) or not site.enabled:
+        removed = vars(self.model).get("_dampen_model") is not self.site
+        if removed or not self.site.enabled:
             return []
         return [c for c in self.clones if stage in c.stages and not c.idle]
 
@@ -67,17 +69,18 @@ class AttachedOptimizer:
 
     def take_decay(self) -> None:
         """Switch the optimizer's own weight decay off where a method decays the model."""
-        groups = [g for g in self.optimizer.param_groups if g.get("weight_decay")]
-        if self.decaying is None or not groups:
+        groups = self.optimizer.param_groups
+        decays = {i: g["weight_decay"] for i, g in enumerate(groups) if g.get("weight_decay")}
+        if self.decaying is None or not decays:
             return
         held = {id(p) for p in self.model.parameters()}
-        taken = [(g, g["weight_decay"]) for g in groups if any(id(p) in held for p in g["params"])]
+        taken = {i: d for i, d in decays.items() if any(id(p) in held for p in groups[i]["params"])}
         if not taken:
             return
-        for group, _ in taken:
-            group["weight_decay"] = 0.0
-        self.replaced += taken
-        own = ", ".join(f"{decay:g}" for decay in dict.fromkeys(decay for _, decay in taken))
+        for i in taken:
+            groups[i]["weight_decay"] = 0.0
+        self.replaced |= taken
+        own = ", ".join(f"{decay:g}" for decay in dict.fromkeys(taken.values()))
         warnings.warn(
             f"{type(self.decaying).__name__} replaces the weight decay of "
             f"{type(self.optimizer).__name__} ({own}), which is 0 from now on. Construct the "
@@ -89,8 +92,31 @@ class AttachedOptimizer:
         """Leave the optimizer as it was."""
         for hook in self.hooks:
             hook.remove()
-        for group, decay in self.replaced:
-            group["weight_decay"] = decay
+        for i, decay in self.replaced.items():
+            self.optimizer.param_groups[i]["weight_decay"] = decay
+
+
+def check_attached(model: nn.Module, site: ModelSite) -> None:
+    """Raise in training where an optimizer has moved the weights that a method should have
+    followed. What moved them before training was first seen is not one: pre-trained weights are
+    loaded.
+
+    Args:
+        model: the regularized model, in training.
+        site: what is kept on it.
+    """
+    if not site.stepping or site.attached:
+        return
+    writes = sum(version_of(p) for p in model.parameters())
+    if site.writes is None:
+        site.writes = writes
+    if site.writes != writes:
+        raise RuntimeError(
+            f"{type(site.stepping[0]).__name__} acts in the steps of the optimizer, but the "
+            "weights have changed and the handle has no optimizer. Call "
+            "reg.attach_optimizer(optimizer) once, before training. A copy of a model has no "
+            "handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain."
+        )
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:

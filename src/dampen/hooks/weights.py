@@ -45,3 +45,5 @@ def _write(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         # past autograd, which would count a graph that was made before as changed
         sharded = getattr(value, "device_mesh", None) is not None
         into[name].data.copy_(value if sharded else placed_like(value, into[name]))
+    # autocast keeps copies of the weights in low precision, which are those of before
+    torch.clear_autocast_cache()

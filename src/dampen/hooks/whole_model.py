@@ -18,6 +18,7 @@ from dampen.containers import tensors_in
 from dampen.hooks.blame import add_blame
 from dampen.hooks.context import ModelSite, close_frame, open_frame
 from dampen.hooks.determinism import deterministic
+from dampen.hooks.optimizer import check_attached
 from dampen.masks import memories
 from dampen.regularizer import Regularizer
 
@@ -60,6 +61,8 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.compiler.is_compiling():
             if self.training and site.enabled and torch.jit.is_tracing():
                 raise RuntimeError(TRACED)
+            if site.stepping and self.training and site.enabled and torch.is_grad_enabled():
+                check_attached(self, site)
             if site.order is not None and not site.order.known:
                 site.order.start()
         trained = not torch.is_grad_enabled() and any(

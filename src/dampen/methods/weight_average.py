@@ -28,7 +28,7 @@ class WeightAverage(Regularizer):
     reg.averaged():`, where the model carries the average. Statistics of batch norm are averaged
     along; `reg.averaged(loader)` computes them anew instead. `dampen compare` on the built-in
     trainer does so. The average is in `reg.state_dict()`. It takes the memory of the weights
-    once more, and "lawa" of `window` of them.
+    once more (16-bit weights in float32), and "lawa" of `window` of them.
 
     Args:
         kind: "ema", "swa" or "lawa".
@@ -71,7 +71,7 @@ class WeightAverage(Regularizer):
     def prepare(self, model: nn.Module) -> None:
         live = floating(model)
         self.kept = [
-            {n: shared_until_written(t) for n, t in live.items()} for _ in range(self.window)
+            {n: shared_until_written(wide(t)) for n, t in live.items()} for _ in range(self.window)
         ]
 
     def after_step(self, call: StepCall) -> None:
@@ -82,9 +82,10 @@ class WeightAverage(Regularizer):
             return
         live, slot = floating(call.model), self.kept[self.count % self.window]
         if self.count < self.window or self.kind == "lawa":
-            slot.update({n: t.detach().clone() for n, t in live.items()})
+            slot.update({n: wide(t).clone() for n, t in live.items()})
         else:
-            into, values = [slot[n] for n in live], list(live.values())
+            into = [slot[n] for n in live]
+            values = [t.detach().to(slot[n].dtype) for n, t in live.items()]
             if self.kind == "swa":
                 get_swa_multi_avg_fn()(into, values, torch.tensor(self.count))
             else:
@@ -114,3 +115,14 @@ class WeightAverage(Regularizer):
 
     def extra_repr(self) -> str:
         return f"kind={self.kind}"
+
+
+def wide(weight: Tensor) -> Tensor:
+    """A weight without gradient, one of 16 bits in float32: there the small steps of an average
+    would be rounded away.
+
+    Args:
+        weight: floating-point.
+    """
+    narrow = weight.dtype.itemsize < torch.float32.itemsize
+    return weight.detach().float() if narrow else weight.detach()
