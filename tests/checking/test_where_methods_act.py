@@ -86,7 +86,7 @@ def acting(model, plain, reg, given):
 
 REFUSED = {
     (name, kind)
-    for name in ("mixout", "explicit_mixout")
+    for name in ("mixout", "explicit_mixout", "l2_sp")
     for kind in ("parameter experts", "all at once")
 }
 
