@@ -130,8 +130,6 @@ class Axis:
         [0.01334, 0.01778]
         >>> Axis("rate", 0.1, 0.9, most=0.95).beyond(True, 2), Axis("weight", choices=(1, 3)).beyond(False, 2)
         ([0.925, 0.95], [0.3333])
-        >>> Axis("rate", 0.02, 0.3).beyond(False, 4), Axis("rate", 0.02, 0.3).beyond(False, 1)
-        ([0.0025], [0.01])
         """
         if self.choices:
             return self._next(upwards)
@@ -143,11 +141,7 @@ class Axis:
         if not room > 1e-9:
             return []
         steps = [room * (i + 1) / count for i in range(count)]
-        values = [self.value(1 + s if upwards else -s) for s in steps]
-        if self.low is None or not self.low > 0:
-            return values
-        # A range above 0 stays there: a method may refuse a rate of 0, and it would do nothing.
-        return [v for v in values if v > 0] or [self.low / 2]
+        return [self.value(1 + s if upwards else -s) for s in steps]
 
     def _next(self, upwards: bool) -> list[Any]:
         last, before = self.choices[::-1][:2] if upwards else self.choices[:2]

@@ -62,7 +62,7 @@ def test_no_card_here():
     assert torch.version.cuda is not None or cards.visible_gpus() == []
 
 
-def test_a_worker_sees_its_card(monkeypatch):
+def test_a_worker_sees_its_card(monkeypatch, tmp_path):
     """The card is set before the run begins, whatever function of the user's it trains."""
     import os
 
@@ -73,5 +73,7 @@ def test_a_worker_sees_its_card(monkeypatch):
         local, "run_job", lambda *a: seen.append(os.environ[cards.VISIBLE]) or "outcome"
     )
     pipe = SimpleNamespace(send=lambda message: None, poll=lambda: False)
-    local._work(pipe, jobs(1)[0], Execution(), "3")
+    (job,) = jobs(1)
+    job.folder = tmp_path
+    local._work(pipe, job, Execution(), "3")
     assert seen == ["3"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -323,6 +323,18 @@ class BaselineHandle(Handle):
     @contextmanager
     def disable(self) -> Iterator[None]:
         yield
+
+    def at_start(self) -> AbstractContextManager[None]:
+        raise self._no_start("reg.at_start()")
+
+    def interpolate(self, alpha: float) -> AbstractContextManager[None]:
+        raise self._no_start("reg.interpolate(alpha)")
+
+    def _no_start(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} needs the starting weights, and the baseline keeps none. Copy them in your "
+            "training function before it trains, so that every method is treated alike."
+        )
 
     @contextmanager
     def averaged(self, loader: Iterable[Any] | None = None) -> Iterator[None]:
