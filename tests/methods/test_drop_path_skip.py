@@ -7,6 +7,7 @@ import torch
 
 import dampen
 from dampen import DropKey, DropPath, regularize
+from dampen.regularizer import BranchCall
 from tests.families import FAMILIES, output
 
 X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -27,10 +28,12 @@ class Multiplying(DropPath):
         self.skips_samples = False
 
     def branch(self, b, call):
-        count = math.ceil((1 - self.rate.item()) * len(b) - 1e-6)
-        kept = torch.randperm(len(b))[:count]
+        expected = (1 - self.rate.item()) * len(b)
+        sure = math.ceil(expected - 1e-6) - 1
+        order = torch.randperm(len(b))
+        stay = sure + int(torch.rand(1) < expected - sure)
         mask = torch.zeros(len(b), 1, 1)
-        mask[kept] = len(b) / count
+        mask[order[:stay]] = 1 / (1 - self.rate.item())
         return b * mask
 
 
@@ -85,11 +88,37 @@ def test_it_computes_everything_beside_another_method_and_says_so():
         assert not torch.equal(model(X), out)
 
 
-def test_rate_0_and_one_sample_compute_everything():
+def test_rate_0_computes_everything_unchanged():
     model = vit()
     plain = model(X)
-    reg = regularize(model, DropPath([0.0, 0.1], skip=True))
-    torch.testing.assert_close(model(X[:1]), plain[:1])  # one sample always stays
-    reg.remove()
     regularize(model, DropPath(0.0, skip=True))
     torch.testing.assert_close(model(X), plain)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("batch", [1, 2, 8, 9])
+def test_the_mean_of_many_draws_is_the_plain_branch(batch, rate):
+    """Each sample stays with the rate's probability, and as many in a draw as the rate says."""
+    drop, draws = DropPath(rate, skip=True), 1500
+    b = torch.ones(batch, 1, 1)
+    torch.manual_seed(batch)
+    out = torch.stack([drop.branch(b, BranchCall("ffn", b)) for _ in range(draws)]).flatten(1)
+    deviation = math.sqrt(rate / (1 - rate) / draws)  # of the mean of a sample that stays or not
+    assert ((out.mean(0) - 1).abs() < 4.5 * deviation).all()
+    staying = (out != 0).sum(1)
+    expected = (1 - rate) * batch
+    assert set(staying.tolist()) <= {math.floor(expected + 1e-6), math.ceil(expected - 1e-6)}
+    torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 1 / (1 - rate)))
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_batch_with_less_than_one_sample_to_keep_is_not_left_plain(batch):
+    model = vit(1)
+    plain = model(X[:batch])
+    regularize(model, DropPath(0.9, skip=True))
+    same = 0
+    torch.manual_seed(0)
+    for _ in range(50):
+        same += int(torch.isclose(model(X[:batch]), plain, atol=1e-6).all(1).sum())
+    # Both branches of a block dropped or both kept: neither is the plain model at rate 0.9
+    assert same == 0

@@ -12,6 +12,9 @@ from dampen.masks import few_kept
 from dampen.regularizer import BranchCall, Regularizer
 from dampen.schedules import Value, linear
 
+LEAST_KEPT = 2**-24
+"""A rate of 1 is taken as just below, as everywhere: kept samples are divided by 1 - p."""
+
 
 class DropPath(Regularizer):
     """Drop each residual branch, independently per sample, and scale up those that stay: stochastic
@@ -26,13 +29,16 @@ class DropPath(Regularizer):
     Differences from the paper: the paper drops whole blocks and multiplies by the keep rate at test
     time; dividing in training is the same in expectation, and eval stays the plain model.
 
-    `skip=True` computes a branch for the kept samples alone, as DINOv2 does (arXiv 2304.07193),
-    and saves their share of its time: of B samples ceil((1 - p) B) stay, drawn without
-    replacement, and their branch is multiplied by B / ceil((1 - p) B). It acts where a module is
-    the sublayer and no other method acts in the layer; elsewhere all samples are computed and
-    multiplied, and `print(reg)` says why. Attention and feed-forward must treat samples apart. The
-    number of samples is a shape, so with `torch.compile` use a rate that does not change in
-    training.
+    `skip=True` computes a branch for the kept samples alone, in the manner of DINOv2 (arXiv
+    2304.07193), and saves their share of its time. With k = (1 - p) B, ceil(k) of B samples are
+    drawn without replacement and computed; all but one of them stay, and that one stays with
+    probability k - (ceil(k) - 1). So floor(k) or ceil(k) samples stay, k on average. What stays is
+    divided by 1 - p: E[m] / (1 - p) = (k / B) / (1 - p) = 1, exactly, for every batch size and
+    rate. A batch of one sample is dropped with probability p. The number that is computed is a
+    shape and depends on p and B alone, so with `torch.compile` use a rate that does not change in
+    training. It acts where a module is the sublayer and no other method acts in the layer;
+    elsewhere all samples are computed and multiplied, and `print(reg)` says why. Attention and
+    feed-forward must treat samples apart.
 
     Args:
         rate: probability to drop a branch.
@@ -53,15 +59,19 @@ class DropPath(Regularizer):
         self.per_sample = not skip  # a fixed number of samples stays: they depend on each other
 
     def keep_samples(self, x: Tensor, memory: dict[int, Any]) -> Tensor | None:
-        drawn: tuple[Tensor, Tensor] | None = memory.get(self.serial)
+        drawn: tuple[Tensor | None, Tensor] | None = memory.get(self.serial)
         if drawn is not None:  # a second sublayer of the same branch, side by side
             return drawn[0]
-        batch = len(x)
-        count = math.ceil((1 - self._numbers["rate"]) * batch - 1e-9)
-        if count == batch:
+        batch, keep_rate = len(x), max(1 - self._numbers["rate"], LEAST_KEPT)
+        if keep_rate == 1 or batch == 0:
             return None
-        kept = torch.randperm(batch, device=x.device)[:count].sort().values
-        mask = torch.zeros(batch, device=x.device).index_fill(0, kept, batch / count)
+        # At least one sample is computed: a sublayer need not be able to run on none
+        count = max(1, math.ceil(keep_rate * batch - 1e-9))
+        order = torch.randperm(batch, device=x.device)
+        last_stays = torch.rand((1,), device=x.device) < keep_rate * batch - (count - 1)
+        mask = torch.zeros(batch, device=x.device).index_fill(0, order[: count - 1], 1.0)
+        mask = mask.index_copy(0, order[count - 1 : count], last_stays.float()) / keep_rate
+        kept = None if count == batch else order[:count].sort().values
         memory[self.serial] = kept, mask
         return kept
 
@@ -80,7 +90,7 @@ class DropPath(Regularizer):
         shape[axis] = b.shape[axis]
         if self.skips_samples:
             self.keep_samples(b.movedim(axis, 0), call.memory)  # where the sublayer has not drawn
-            drawn: tuple[Tensor, Tensor] | None = call.memory.pop(self.serial, None)
+            drawn: tuple[Tensor | None, Tensor] | None = call.memory.pop(self.serial, None)
             return b if drawn is None else b * drawn[1].to(b.dtype).view(shape)
         # Both branches of a block in one draw: in a small model each small operation counts
         waiting: Tensor | None = call.memory.pop(self.serial, None)

@@ -337,13 +337,25 @@ def sequential_p(differences: Sequence[float]) -> float:
     >>> sequential_p([1.0, 1.0, 1.0])
     1.0
     """
-    largest = 0.0
+    return math.exp(-strongest_look(differences)[0])
+
+
+def strongest_look(differences: Sequence[float]) -> tuple[float, float]:
+    """The largest log E of any look, at least 0, and the mean difference at that look: which way its evidence points.
+
+    Args:
+        differences: paired, in the order in which the seeds were run.
+    """
+    largest, pointing = 0.0, 0.0
     for n in range(2, len(differences) + 1):
         seen = differences[:n]
         if has_spread(seen):
-            t = math.sqrt(n) * statistics.fmean(seen) / deviation(seen)
-            largest = max(largest, log_e(t * t, n))
-    return math.exp(-largest)
+            mean = statistics.fmean(seen)
+            t = math.sqrt(n) * mean / deviation(seen)
+            found = log_e(t * t, n)
+            if found > largest:
+                largest, pointing = found, mean
+    return largest, pointing
 
 
 def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
@@ -357,18 +369,16 @@ def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> t
         level: the chance that the interval ever misses the true difference.
     """
     low, high = -math.inf, math.inf
-    last = (math.nan, math.nan)
     for n in range(2, len(differences) + 1):
         seen = differences[:n]
         half = _half_width(n, level) * deviation(seen) / math.sqrt(n)
         if has_spread(seen) and math.isfinite(half):
             mean = statistics.fmean(seen)
-            last = (mean - half, mean + half)
-            low, high = max(low, last[0]), min(high, last[1])
+            low, high = max(low, mean - half), min(high, mean + half)
     if math.isinf(low):
         return math.nan, math.nan
-    if low > high:  # looks that contradict each other: the newest speaks
-        low, high = last
+    if low > high:  # looks that contradict each other: the interval spans what they say
+        low, high = high, low
     # Intersected over looks, the interval may leave out the present mean; an estimate lies in its interval.
     mean = statistics.fmean(differences)
     return min(low, mean), max(high, mean)

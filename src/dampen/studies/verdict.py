@@ -44,6 +44,7 @@ from dampen.studies.stats import (
     paired_p,
     sequential_interval,
     sequential_p,
+    strongest_look,
     wilcoxon_p,
 )
 
@@ -58,6 +59,8 @@ MOST_EFFECTS = 500
 """In larger families effects and second opinions are left out: they would take most of the time."""
 LATER = 0.2
 """Share of the level that all rows added after a look have together; each later addition gets half of what is left."""
+TURNED = "earlier seeds pointed the other way than the mean of all seeds"
+"""The evidence of a sequential test is that of its strongest look, which the mean may have left since."""
 NO_VARIATION = "the metric does not vary with the seed"
 Values = Mapping[str, float]
 """A number by seed, in the unit of tables."""
@@ -255,9 +258,10 @@ def _judged(
     interval = sequential_interval if test == "sequential" else paired_interval
     low, high = interval(d, at.own) if p is not None else (math.nan, math.nan)
     widest = interval(d, at.widest) if p is not None else (math.nan, math.nan)
-    word, because = _word(mean, at.decided and p is not None, widest, margin, upwards, test)
+    decided = at.decided and p is not None
+    word, because = _word(_pointing(d, test), decided, (low, high), widest, margin, upwards, test)
     needed: tuple[int, int] | None = None if p is not None else (FEWEST, FEWEST)
-    if p is not None and word == "inconclusive":
+    if p is not None and word == "inconclusive" and not because:
         needed = _needed(d, at, margin, test)
     significant = word in ("better", "worse")
     effect_low, effect_high = effect_interval(d) if effects else (math.nan, math.nan)
@@ -291,21 +295,34 @@ def _judged(
     )
 
 
+def _pointing(d: Sequence[float], test: Test) -> float:
+    """A number with the sign of the evidence of `_p`."""
+    if test == "sequential":
+        return strongest_look(d)[1]
+    return statistics.fmean(d) if d else math.nan
+
+
 def _word(
-    mean: float,
+    pointing: float,
     decided: bool,
+    own: tuple[float, float],
     widest: tuple[float, float],
     margin: float | None,
     upwards: bool,
     test: Test,
 ) -> tuple[Word, str]:
-    """The verdict, and the reason of a row that is out of a race. `widest` is the interval at level / rows."""
-    if decided and mean != 0:
-        return ("better" if (mean > 0) == upwards else "worse"), ""
-    if margin is not None and _inside(widest, margin):
+    """The verdict, and the reason of a row that is out of a race or whose looks contradict each other.
+
+    `own` is the row's interval and `widest` that at level / rows. `pointing` has the sign of the evidence.
+    """
+    if decided and pointing != 0:
+        if test == "sequential" and not (own[0] > 0 if pointing > 0 else own[1] < 0):
+            return "inconclusive", TURNED
+        return ("better" if (pointing > 0) == upwards else "worse"), ""
+    if margin is not None and _inside(widest, margin) and _inside(own, margin):
         return "equal", ""
     if test == "sequential" and margin is not None:
-        best = widest[1] if upwards else -widest[0]
+        best = max(own[1], widest[1]) if upwards else -min(own[0], widest[0])
         if best < margin:
             return "no gain", "cannot win by the margin any more"
     return "inconclusive", ""
@@ -356,7 +373,7 @@ def contenders(rows: Mapping[str, Values], mode: str, test: Test = "fixed") -> l
     for name in others:
         d = paired_differences(rows[best], rows[name])
         p = None if _is_constant(rows[best], rows[name]) else _p(d, test)
-        behind = p is not None and sign * statistics.fmean(d) > 0
+        behind = p is not None and sign * statistics.fmean(d) > 0 and sign * _pointing(d, test) > 0
         two_sided = LEVEL / len(others) * (2 if test == "fixed" else 1)
         if not behind or p is None or p > two_sided:
             kept.append(name)

@@ -11,7 +11,15 @@ from scipy import stats as reference
 from dampen.studies import prediction
 from dampen.studies.failures import corrected_rates, failure_rate
 from dampen.studies.stats import sequential_interval
-from dampen.studies.verdict import LATER, NO_VARIATION, contenders, judge, judge_pairs, words
+from dampen.studies.verdict import (
+    LATER,
+    NO_VARIATION,
+    TURNED,
+    contenders,
+    judge,
+    judge_pairs,
+    words,
+)
 
 
 def as_row(values):
@@ -149,6 +157,57 @@ def test_an_estimate_lies_in_its_sequential_interval(d, level):
     low, high = sequential_interval(d, level)
     assert math.isnan(low) or low <= np.mean(d) + 1e-12
     assert math.isnan(high) or high >= np.mean(d) - 1e-12
+
+
+EARLY = [1, 1.1, 0.9, 1.05, 0.95, 1.02, 0.98]
+
+
+def turned(later):
+    """A row whose first seven differences are near 1, and the others as given; its reference varies."""
+    d = np.array([*EARLY, *later])
+    plain = 50 + 0.3 * (np.arange(len(d)) % 5)
+    return as_row(plain), as_row(plain + d)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("better", ["max", "min"])
+def test_evidence_for_one_direction_is_no_verdict_for_the_other(sign, better):
+    plain, row = turned([-3.5] * 3)
+    rows = {"plain": plain, "a": {s: plain[s] + sign * (v - plain[s]) for s, v in row.items()}}
+    got = judge(rows, "plain", "accuracy", test="sequential", better=better)["a"]
+    assert got.p < 0.05
+    assert (got.verdict, got.because, got.needed) == ("inconclusive", TURNED, None)
+    assert got.low < 0 < got.high
+    assert TURNED in words(got, "accuracy")
+    assert set(contenders(rows, better, "sequential")) == {"plain", "a"}
+
+
+def test_a_sequential_interval_never_contradicts_its_verdict():
+    """Sequences that drift and turn, in families of one to three rows."""
+    rng = np.random.default_rng(0)
+    seen = dict.fromkeys(("better", "worse", "equal", "inconclusive", "turned"), 0)
+    for _ in range(500):
+        n, rows = rng.integers(5, 14), {}
+        plain = rng.normal(50, 1, n)
+        for name in "abc"[: rng.integers(1, 4)]:
+            turn, shift = rng.integers(1, n), rng.normal(0, 1.5)
+            means = np.where(np.arange(n) < turn, shift, rng.choice([-1, 1, 1]) * shift)
+            rows[name] = as_row(plain + means + rng.normal(0, rng.choice([0.1, 0.5]), n))
+        judged = judge(
+            {"plain": as_row(plain)} | rows, "plain", "score", margin=0.6, test="sequential"
+        )
+        for c in judged.values():
+            word = "turned" if c.because == TURNED else c.verdict
+            seen[word] = seen.get(word, 0) + 1
+            agrees = {
+                "better": c.low > 0 and c.difference > 0,
+                "worse": c.high < 0 and c.difference < 0,
+                "equal": max(-c.low, c.high) < 0.6,
+                "inconclusive": math.isnan(c.low) or c.low <= 0 <= c.high,
+                "no gain": c.high < 0.6 or "cannot reach" in c.because,
+            }
+            assert agrees[c.verdict], c
+    assert all(seen.values()), seen
 
 
 def test_the_best_configuration_is_among_the_contenders():
