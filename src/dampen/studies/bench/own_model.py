@@ -129,7 +129,10 @@ def _from_folder(
     config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
     names = getattr(config, "architectures", None) or ["AutoModel"]
     kind: Any = getattr(transformers, names[0], transformers.AutoModel)
-    model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+    if kind is transformers.AutoModel:
+        model = kind.from_config(config, trust_remote_code=False)
+    else:
+        model = kind(config)
     inputs = _inputs(model, sizes, batch)
     return Named(model, tuple(inputs)), tuple(inputs.values())
 
