@@ -26,5 +26,6 @@ def test_one_graph_over_the_first_steps(name):
         reg.progress(step / 3)
         loss, _ = reg.loss(lambda: run(X), lambda out: out.square().mean())
         loss.backward()
-    assert counter.frame_count == 1
+    # the start of a fine-tuning runs in eval mode, which is a graph of its own
+    assert counter.frame_count == 1 + (reg.start is not None)
     torch._dynamo.reset()

@@ -153,6 +153,45 @@ def test_with_lora_the_start_is_the_model_without_adapters_and_nothing_is_copied
     assert all(p.grad is not None for n, p in model.named_parameters() if "lora" in n)
 
 
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"modules_to_save": ["classifier"]},
+        {"lora_alpha": 8},
+    ],
+    ids=lambda t: next(iter(t)) + str(next(iter(t.values()))),
+)
+def test_with_lora_what_is_trained_beside_the_adapters_goes_back_too(trained, monkeypatch):
+    """Contract: whatever is trained, the start is the model of before, and frozen weights are
+    neither kept nor copied."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], **trained)
+    model = peft.get_peft_model(bert(), config).eval()
+    for name, p in model.named_parameters():
+        if "LayerNorm" in name:
+            p.requires_grad_(True)
+    start = model(input_ids=IDS).logits.detach()
+    reg = regularize(model, AnchorKL(1.0))
+    move(model, by=0.5)
+    now = model(input_ids=IDS).logits.detach()
+    assert not torch.allclose(now, start)
+    copied = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda t: copied.append(t.shape) or clone(t))
+    with torch.no_grad(), reg.at_start():
+        monkeypatch.undo()
+        torch.testing.assert_close(model(input_ids=IDS).logits, start)
+    moved = [p for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
+    assert len(reg.start.weights) == len(moved)
+    assert len(copied) <= len(moved) + len(list(model.buffers()))
+    for alpha, expected in ((0.0, start), (1.0, now)):
+        with torch.no_grad(), reg.interpolate(alpha):
+            torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    assert torch.equal(model(input_ids=IDS).logits, now)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_interpolation_lies_between_start_and_now(alpha):
     model = bert()

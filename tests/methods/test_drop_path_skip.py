@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, DropPath, regularize
@@ -32,7 +34,7 @@ class Multiplying(DropPath):
         sure = math.ceil(expected - 1e-6) - 1
         order = torch.randperm(len(b))
         stay = sure + int(torch.rand(1) < expected - sure)
-        mask = torch.zeros(len(b), 1, 1)
+        mask = torch.zeros(len(b), *[1] * (b.ndim - 1))
         mask[order[:stay]] = 1 / (1 - self.rate.item())
         return b * mask
 
@@ -122,3 +124,117 @@ def test_a_batch_with_less_than_one_sample_to_keep_is_not_left_plain(batch):
         same += int(torch.isclose(model(X[:batch]), plain, atol=1e-6).all(1).sum())
     # Both branches of a block dropped or both kept: neither is the plain model at rate 0.9
     assert same == 0
+
+
+class Biased(nn.Module):
+    """An attention whose second argument is added to its scores."""
+
+    def __init__(self, names_heads):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        if names_heads:
+            self.num_heads = 4
+
+    def forward(self, x, bias):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.proj(o.transpose(1, 2).flatten(2))
+
+
+class BiasedBlock(nn.Module):
+    def __init__(self, names_heads):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(16), Biased(names_heads)
+        self.norm2 = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x, bias):
+        x = x + self.attn(self.norm1(x), bias)
+        return x + self.mlp(self.norm2(x))
+
+
+class BiasedModel(nn.Module):
+    def __init__(self, names_heads):
+        super().__init__()
+        self.blocks = nn.ModuleList([BiasedBlock(names_heads) for _ in range(2)])
+
+    def forward(self, x, bias):
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+def seen_of(model):
+    """How many samples each run of the first attention's last map saw."""
+    seen = []
+    model.blocks[0].attn.proj.register_forward_hook(lambda m, args, out: seen.append(len(out)))
+    return seen
+
+
+BIASES = {  # shape for B samples, 4 heads and 6 tokens, and whether it can be told
+    "by head": (lambda b: (4, 6, 6), False),
+    "by sample": (lambda b: (b, 1, 6, 6), True),
+    "by sample and head": (lambda b: (b, 4, 6, 6), True),
+    "for all": (lambda b: (1, 4, 6, 6), True),
+    "by token": (lambda b: (6, 6), True),
+}
+
+
+@pytest.mark.parametrize("names_heads", [True, False])
+@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("kind", BIASES)
+def test_what_an_argument_is_by_is_told_or_nothing_is_skipped(kind, batch, names_heads):
+    torch.manual_seed(3)
+    shape, told = BIASES[kind]
+    told = told and (names_heads or kind != "by sample and head")
+    inputs = {"x": torch.randn(batch, 6, 16), "bias": torch.randn(shape(batch))}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(BiasedModel(names_heads))
+    seen = seen_of(models[0])
+    ours = step(models[0], DropPath(0.75, skip=True), **inputs)
+    expected = step(models[1], Multiplying(0.75), **inputs)
+    torch.testing.assert_close(ours[0], expected[0])
+    assert seen == [batch // 4 if told else batch]
+    assert ("attention ran on all samples" in repr(ours[2])) != told
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("mask", ["none", "by token", "by sample and head", "padding"])
+def test_torchs_encoder_runs_with_every_mask(mask, batch):
+    causal = torch.ones(6, 6).triu(1).bool()
+    masks = {
+        "none": {},
+        "by token": {"mask": causal},
+        "by sample and head": {"mask": causal.expand(batch * 2, 6, 6)},
+        "padding": {"src_key_padding_mask": torch.arange(6).expand(batch, 6) > 4},
+    }
+    inputs = {"src": torch.randn(batch, 6, 16), **masks[mask]}
+    results = []
+    for method in (DropPath(0.5, skip=True), Multiplying(0.5)):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        results.append(step(model, method, **inputs))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert ("ran on all samples" in repr(results[0][2])) == (mask == "by sample and head")
+
+
+def test_windows_are_no_samples():
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
+    x, results = torch.randn(4, 3, 32, 32), []
+    for method in (DropPath(0.5, skip=True), Multiplying(0.5)):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "swin_tiny_patch4_window7_224",
+            **sizes,
+            depths=(1, 2),
+            num_heads=(2, 4),
+            num_classes=3,
+            drop_path_rate=0,
+        )
+        results.append(step(model, method, x=x))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert "windows" in repr(results[0][2])

@@ -94,3 +94,16 @@ def test_eval_is_plain_and_images_lose_patches():
     assert not torch.equal(model.train()(**family.inputs), plain)
     assert "rate=0.5" in repr(reg)
     assert dampen.InputMasking(0.2).per_sample
+
+
+@pytest.mark.parametrize("other", [dampen.Consistency(passes=3), InputMasking(0.1, two_pass=True)])
+@pytest.mark.filterwarnings("ignore:regularize got InputMasking 2 times")
+def test_two_passes_beside_another_number_of_passes_are_refused(other):
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+    methods = [InputMasking(two_pass=True), other, dampen.DropKey(0.2)]
+    for order in (methods, methods[::-1]):
+        with pytest.raises(ValueError, match="InputMasking weighs the task losses of its 2 passes"):
+            dampen.regularize(model, order)
+    reg = dampen.regularize(model, [methods[0], dampen.Consistency(), methods[2]])
+    loss, _ = reg.loss(lambda: model(torch.randn(2, 3, 8, 8)), lambda out: out.square().mean())
+    loss.backward()

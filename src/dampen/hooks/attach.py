@@ -205,6 +205,15 @@ def _check_zeros(
 def _check_passes(
     methods: Sequence[Regularizer], clones: Sequence[Regularizer], model: nn.Module
 ) -> None:
+    weighing = [m for m in methods if m.pass_weights() is not None]
+    for m in weighing:
+        others = [o for o in methods if o is not m and (o in weighing or o.passes > m.passes)]
+        if others:
+            raise ValueError(
+                f"{type(m).__name__} weighs the task losses of its {m.passes} passes, and "
+                f"{others[0]} beside it needs {others[0].passes} passes without these weights. "
+                "Leave one of the two out."
+            )
     comparing = [m for m in methods if m.passes > 1 and not m.stochastic]
     drawing = [c for c in clones if c.stochastic and c.passes == 1]
     if (

@@ -93,6 +93,7 @@ def run_block(
                 (x, *args[1:]) if args else (),
                 kwargs if args else {**kwargs, site.input_name: x},
             )
+    frame.samples = len(x)
     has_gradient = x.requires_grad
     for r in active:
         # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it

@@ -92,6 +92,7 @@ class Frame:
         self.work = work  # None where no module is the block: then each place asks for itself
         self.in_block = block is not None  # False: nothing tells what runs before what
         self.block = block  # the module whose forward this is
+        self.samples: int | None = None  # the length of its input
         self.call: Call | None = None  # the attention under way
         self.multiplying = False  # a linear site is running its own F.linear
         self.valid: Tensor | None = None  # (B, N): the tokens of this forward that are not padding

@@ -1,4 +1,5 @@
-"""The model that fine-tuning started from: its weights kept beside it, or its adapters off."""
+"""The model that fine-tuning started from: its adapters off, and of its other weights those that
+are trained kept beside it."""
 
 from __future__ import annotations
 
@@ -23,10 +24,9 @@ class Start:
 
     def __init__(self, model: nn.Module) -> None:
         self.adapted = any(is_lora(m) for m in model.modules())
-        self.weights: dict[str, Tensor] = {}
-        if not self.adapted:
-            # no memory is taken until a weight moves
-            self.weights = {n: shared_until_written(t) for n, t in floating(model).items()}
+        kept = _trained_beside_adapters(model) if self.adapted else floating(model)
+        # no memory is taken until a weight moves
+        self.weights = {n: shared_until_written(t) for n, t in kept.items()}
 
     @contextlib.contextmanager
     def entered(self, model: nn.Module) -> Iterator[None]:
@@ -92,3 +92,19 @@ class Start:
                 f"{sorted(state.keys() ^ self.weights.keys())[:4]} are in one of them only."
             )
         self.weights = {n: t.to(self.weights[n], copy=True) for n, t in state.items()}
+
+
+def _trained_beside_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """What training moves in a model with adapters and is none of theirs: trained parameters (a
+    head, biases), and the statistics of batch norm."""
+    adapters = [f"{name}." for name, m in model.named_modules() if is_lora(m)]
+
+    def of_adapter(name: str) -> bool:
+        inner = [name.removeprefix(a) for a in adapters if name.startswith(a)]
+        return any(not n.startswith("base_layer.") for n in inner)
+
+    return {
+        n: t
+        for n, t in floating(model).items()
+        if (t.requires_grad or n.rpartition(".")[2].startswith("running_")) and not of_adapter(n)
+    }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dampen._torch import pytree
 from dampen.hooks.context import Layer, frame_of
+from dampen.hooks.layout import heads_of
 from dampen.regularizer import STEP_STAGES, Regularizer
 
 if TYPE_CHECKING:
@@ -24,8 +25,14 @@ SIMPLE = (bool, int, float, str, type(None))
 class SubsetSite:
     """What is kept on a sublayer that may run on some samples of a batch."""
 
-    def __init__(self, layer: Layer, skipper: Regularizer) -> None:
-        self.layer, self.skipper = layer, skipper
+    def __init__(self, layer: Layer, skipper: Regularizer, part: str, heads: int | None) -> None:
+        self.layer, self.skipper, self.part, self.heads = layer, skipper, part, heads
+
+    def tell(self, reason: str) -> None:
+        """Let `print(reg)` say that a forward ran the sublayer on all samples."""
+        said = f"the {self.part} ran on all samples, {reason}"
+        if said not in self.skipper.not_skipped:
+            self.skipper.not_skipped = " and ".join(filter(None, (self.skipper.not_skipped, said)))
 
 
 def subset_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,42 +45,69 @@ def subset_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
         x = next((v for v in leaves if isinstance(v, Tensor)), None)
-        if x is None or why_not(x, leaves):
+        if x is None:
+            return base(self, *args, **kwargs)
+        reason = why_not(x, leaves, frame.samples, site.heads)
+        if reason:
+            site.tell(reason)
             return base(self, *args, **kwargs)
         kept = site.skipper.keep_samples(x, frame.memory)
         if kept is None:
             return base(self, *args, **kwargs)
-        batch = len(x)
-        some = [v[kept] if isinstance(v, Tensor) and has_batch(v, batch) else v for v in leaves]
+        some_x = x[kept]  # once: attention knows by identity that queries, keys and values are one
+        some = list(leaves)
+        for i, v in enumerate(leaves):
+            if v is x:
+                some[i] = some_x
+            elif isinstance(v, Tensor) and is_by_sample(v, x, site.heads):
+                some[i] = v[kept]
         args, kwargs = pytree.tree_unflatten(some, form)
         found, form = pytree.tree_flatten(base(self, *args, **kwargs))
-        whole = [spread(v, kept, batch) if isinstance(v, Tensor) else v for v in found]
+        whole = [spread(v, kept, x, site.heads) if isinstance(v, Tensor) else v for v in found]
         return pytree.tree_unflatten(whole, form)
 
     return forward
 
 
-def has_batch(value: Tensor, batch: int) -> bool:
-    """Whether the first axis of an argument is the samples."""
-    return value.ndim > 0 and value.shape[0] == batch
+def is_by_sample(v: Tensor, x: Tensor, heads: int | None) -> bool | None:
+    """Whether an argument's first axis is the samples of x (B, N, D); None where that cannot be told.
+
+    A tensor (H, N, M), one bias for each head, looks like one for each sample where H equals B.
+    """
+    batch, tokens, width = x.shape
+    if v is x:
+        return True
+    if v.ndim == 0 or v.shape[0] == 1 or (v.ndim <= 2 and v.shape[0] == tokens):
+        return False
+    if v.shape[0] != batch:
+        return None
+    if v.ndim == 2:
+        return True if v.shape[1] == tokens else None
+    if v.ndim == 4 and v.shape[1] in (1, heads) and v.shape[2] in (1, tokens):
+        return True
+    distinct = heads not in (None, batch) or (v.shape == x.shape and width != tokens)
+    return True if v.shape[1] == tokens and distinct else None
 
 
-def why_not(x: Tensor, leaves: list[Any]) -> str:
+def why_not(x: Tensor, leaves: list[Any], samples: int | None, heads: int | None) -> str:
     """Why a sublayer with these arguments runs on all samples; empty where it need not."""
     if any(not isinstance(v, (Tensor, *SIMPLE)) for v in leaves):
         return "an argument may carry states (a cache)"
     if x.ndim != 3 or x.shape[0] == x.shape[1]:
         return "the axis of the samples cannot be told from that of the tokens"
-    batch, tokens = x.shape[:2]
-    sizes = {v.shape[0] for v in leaves if isinstance(v, Tensor) and v.ndim > 0}
-    if sizes - {1, batch, tokens}:
-        return "an argument's first axis is neither samples nor tokens"
+    if x.shape[0] != samples:
+        return "its first axis is not the samples of the block (windows?)"
+    if any(isinstance(v, Tensor) and is_by_sample(v, x, heads) is None for v in leaves):
+        return "an argument's axis of the samples cannot be told"
     return ""
 
 
-def spread(some: Tensor, kept: Tensor, batch: int) -> Tensor:
-    """The results of the kept samples in their places, 0 elsewhere."""
-    if some.ndim == 0 or some.shape[0] != len(kept):
+def spread(some: Tensor, kept: Tensor, x: Tensor, heads: int | None) -> Tensor:
+    """A result of the kept samples in their places, 0 elsewhere; what is not by sample as it is."""
+    batch, tokens = x.shape[:2]
+    states = some.ndim > 1 and some.shape[1] == tokens
+    weights = some.ndim == 4 and some.shape[1] == heads and len(kept) > 1
+    if some.ndim == 0 or some.shape[0] != len(kept) or not (states or weights):
         return some
     return some.new_zeros((batch, *some.shape[1:])).index_copy(0, kept, some)
 
@@ -97,12 +131,13 @@ def open_subsets(plan: LayerPlan, layer: Layer) -> list[tuple[nn.Module, SubsetS
         return []
     feed_forward = [m.module for m in plan.linears.values() if m.role in ("ffn_in", "ffn_out")]
     holder = smallest_around(plan.block, feed_forward)
-    sublayers = list(plan.attentions.values())
-    if holder is plan.block or holder is None or any(a in holder.modules() for a in sublayers):
+    sublayers = [(m, "attention") for m in plan.attentions.values()]
+    heads = next(filter(None, map(heads_of, plan.attentions.values())), None)
+    if holder is plan.block or holder is None or any(a in holder.modules() for a, _ in sublayers):
         skipper.not_skipped = "no module holds the feed-forward alone, so it runs on all samples"
     else:
-        sublayers.append(holder)
-    return [(module, SubsetSite(layer, skipper)) for module in sublayers]
+        sublayers.append((holder, "feed-forward"))
+    return [(m, SubsetSite(layer, skipper, part, heads)) for m, part in sublayers]
 
 
 def smallest_around(block: nn.Module, parts: list[nn.Module]) -> nn.Module | None:

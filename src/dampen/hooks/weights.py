@@ -31,7 +31,9 @@ def carrying(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         values: by the names of `floating`; what is not named stays.
     """
     live = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    own = {n: t.detach().clone() for n, t in live.items()}
+    # what runs inside may write to buffers, as batch norm does
+    written = values.keys() | {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    own = {n: t.detach().clone() for n, t in live.items() if n in written}
     _write(live, values)
     try:
         yield

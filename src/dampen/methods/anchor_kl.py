@@ -18,8 +18,9 @@ class AnchorKL(Regularizer):
 
     L = L_task + weight KL(p0 || p), averaged over predictions, p0 the model at `regularize`, in
     eval mode and without regularizers. With LoRA adapters (peft) p0 is the model with its adapters
-    switched off, and nothing is copied. Otherwise the starting weights are kept, once the weights
-    move, and saved in `reg.state_dict()`. A step costs one more forward, without gradient. Needs
+    switched off, and of the other weights those that are trained at `regularize` are kept, no
+    frozen one. Otherwise all starting weights are. They take memory once the weights move, and
+    `reg.state_dict()` has them. A step costs one more forward, without gradient. Needs
     `reg.loss`, which runs it.
 
     Args:

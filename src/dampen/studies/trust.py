@@ -25,7 +25,7 @@ from dampen.extensions import IN_FILE
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import cache_folder, read_json
 from dampen.studies.plugins import folder_of
-from dampen.studies.user_modules import sources_of
+from dampen.studies.user_modules import is_users, sources_of, sources_of_package
 
 if TYPE_CHECKING:
     from dampen.studies.comparison import Comparison
@@ -217,17 +217,20 @@ def _names_code(config: Any) -> bool:
 
 
 def _sources(place: Path) -> dict[str, str]:
-    """Everything that Python could import of a package or a module, by relative path."""
+    """Everything that Python could import of a package or a module, and what of the user's own it imports from
+    elsewhere, by relative path."""
     if not place.is_dir():
         if place.suffix == ".py":
             return sources_of(place).files
         return {place.name: place.read_bytes().hex()}
     files = (p for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return {
-        p.relative_to(place).as_posix(): p.read_bytes().hex()
+    own = {
+        p.relative_to(place.parent).as_posix(): p.read_bytes().hex()
         for p in files
         if p.name.endswith(tuple(all_suffixes()))
     }
+    # An installed package stands beside all others that are installed: those are not followed
+    return {**sources_of_package(place).files, **own} if is_users(place) else own
 
 
 def _text(files: Mapping[str, str]) -> str:

@@ -58,8 +58,33 @@ def sources_of(file: Path, places: Sequence[Path | str] | None = None) -> Source
         places: the only folders, beside the file's own, in which modules are looked for; default: wherever Python
             finds them now.
     """
-    found = Sources(package_root(file))
-    waiting = [(file.resolve(), found.root)]
+    root = package_root(file)
+    return _followed([file.resolve()], root, places)
+
+
+def sources_of_package(folder: Path) -> Sources:
+    """The Python files of a package, and what they import from outside of it.
+
+    Args:
+        folder: the package; a file in it that is no Python is left out.
+    """
+    folder = folder.resolve()
+    files = [p for p in folder.rglob("*.py") if p.is_file() and _parses(p)]
+    return _followed(files, folder.parent, None)
+
+
+def _parses(file: Path) -> bool:
+    try:
+        ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # such a file cannot be imported: a template
+        return False
+    return True
+
+
+def _followed(files: Sequence[Path], root: Path, places: Sequence[Path | str] | None) -> Sources:
+    """These files, which lie below root, and all that they import."""
+    found = Sources(root)
+    waiting = [(file, root) for file in files]
     while waiting:
         path, place = waiting.pop()
         name = path.relative_to(place).as_posix()

@@ -164,6 +164,36 @@ def test_approved_code_runs_and_stays_approved_until_it_changes(received, study)
         code.write_text(TRAIN)
 
 
+@pytest.mark.parametrize("file", ["mine.py", "mine/__init__.py", "mine/inner.py"])
+@pytest.mark.parametrize("helper", ["helper.py", "helper/__init__.py", "elsewhere/helper.py"])
+def test_what_a_plugin_imports_is_approved_with_it(file, helper, received, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    for name, text in ((file, "import helper\n"), (helper, "import last\n"), ("last.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    name_plugin(received, "mine")
+    plan = dampen.load(received).plan
+    for name in (file, helper, "last.py"):
+        trust.approve(trust.code_of_plan(plan, received))
+        trust.require_approval(received, trust.code_of_plan(plan, received))
+        with (tmp_path / name).open("a") as changed:
+            changed.write("attack = 1\n")
+        with pytest.raises(NotApproved, match="plug-in mine"):
+            trust.require_approval(received, trust.code_of_plan(plan, received))
+
+
+def test_a_plugin_with_a_file_that_is_no_python_is_still_covered(received, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "template.py").write_text("{{ name }} = \n")
+    name_plugin(received, "mine")
+    plan = dampen.load(received).plan
+    trust.approve(trust.code_of_plan(plan, received))
+    (tmp_path / "mine" / "template.py").write_text("attack = 1")
+    with pytest.raises(NotApproved):
+        trust.require_approval(received, trust.code_of_plan(plan, received))
+
+
 def test_ones_own_study_needs_no_approval(study):
     trust._approved_here.clear()
     dampen.load(study).add(seeds=1, **QUICK)

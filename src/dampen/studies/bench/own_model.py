@@ -126,16 +126,13 @@ def _from_folder(
     import transformers
 
     sizes: dict[str, int] = {k: given.pop(k) for k in ("tokens", "image_size") if k in given}
-    config = transformers.AutoConfig.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False, **given
-    )
+    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, **given)
     names = getattr(config, "architectures", None) or ["AutoModel"]
     kind: Any = getattr(transformers, names[0], transformers.AutoModel)
-    model = (
-        kind.from_config(config, trust_remote_code=False)
-        if kind is transformers.AutoModel
-        else kind(config)
-    )
+    if kind is transformers.AutoModel:
+        model = kind.from_config(config, trust_remote_code=False)
+    else:
+        model = kind(config)
     inputs = _inputs(model, sizes, batch)
     return Named(model, tuple(inputs)), tuple(inputs.values())
 
