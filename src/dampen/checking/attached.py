@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,19 @@ def _gap(a: Tensor, b: Tensor) -> float:
 Make = Callable[[], Regularizer]
 
 
+def attached(model: nn.Module, methods: Sequence[Regularizer], **options: Any) -> Handle:
+    """The handle of a model with methods, which may be of one class: contracts pair a method with itself.
+
+    Args:
+        model: what to regularize.
+        methods: the regularizers, to which a companion is added where one needs it.
+        options: for `regularize`.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "regularize got .* times", UserWarning)
+        return regularize(model, with_companion(list(methods)), **options)
+
+
 class Attached:
     """A subject's model with regularizers attached, and one training step of it.
 
@@ -80,7 +94,7 @@ class Attached:
     ) -> None:
         self.subject, self.model, self.inputs = subject, subject.model(), subject.inputs()
         makes = [make] if callable(make) else list(make)
-        self.reg: Handle = regularize(self.model, with_companion([m() for m in makes]))
+        self.reg: Handle = attached(self.model, [m() for m in makes])
         self.reg.attach_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
         # contracts compare draw by draw with compiled graphs and plain calls; a doubled batch draws
         # in another order

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.checking.attached import Make, require, same, with_companion
-from dampen.handle import regularize
+from dampen.checking.attached import Make, attached, require, same
 
 WIDTH, HEADS, TOKENS, VOCAB = 16, 2, 7, 19
 PATHS = ("sdpa", "eager", "mha")
@@ -210,7 +209,7 @@ def _masked_step(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     model = build(path, dtype)
-    reg = regularize(model, with_companion([make() for make in makes]), strict=False)
+    reg = attached(model, [make() for make in makes], strict=False)
     torch.manual_seed(2)
     seen: list[Tensor] = []
 

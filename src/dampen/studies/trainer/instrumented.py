@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -324,11 +324,15 @@ class BaselineHandle(Handle):
     def disable(self) -> Iterator[None]:
         yield
 
-    def at_start(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
         raise self._no_start("reg.at_start()")
+        yield
 
-    def interpolate(self, alpha: float) -> AbstractContextManager[None]:
+    @contextmanager
+    def interpolate(self, alpha: float) -> Iterator[None]:
         raise self._no_start("reg.interpolate(alpha)")
+        yield
 
     def _no_start(self, what: str) -> RuntimeError:
         return RuntimeError(
