@@ -88,12 +88,12 @@ def state_of(layer):
     return {key: value for key, value in vars(layer).items() if key not in known}
 
 
-@pytest.mark.parametrize(
-    "name", ["own_vit", "encoder_pre_seq_first", "timm_eva", "timm_swin", "hf_bert", "decoder_post"]
-)
 OUTSIDE = (*STEP_STAGES, "task")  # around a step and on a loss: no forward runs them
 
 
+@pytest.mark.parametrize(
+    "name", ["own_vit", "encoder_pre_seq_first", "timm_eva", "timm_swin", "hf_bert", "decoder_post"]
+)
 @pytest.mark.parametrize("stage", [s for s in STAGES if s not in OUTSIDE])
 def test_an_error_in_any_stage_leaves_the_model_as_new(name, stage):
     family = FAMILIES[name]
