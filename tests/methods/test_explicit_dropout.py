@@ -363,7 +363,7 @@ def test_two_processes_equal_one():
     ({"heads": "all"}, ValueError, "heads must be 'per_head' or 'concat', got 'all'"),
     ({"attended": "mid"}, ValueError, "attended must be 'pre' or 'post', got 'mid'"),
     ({"attended_value": 0.1, "heads": "concat"}, ValueError, "attended_value has no form with heads='concat'"),
-    ({"vlaue": 0.1}, TypeError, "unexpected keyword argument 'vlaue'"),
+    ({"vlaue": 0.1}, TypeError, "no argument 'vlaue'; did you mean 'value'"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, error, text):
     with pytest.raises(error, match=text):

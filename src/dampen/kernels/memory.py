@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dampen._torch import constant_in_graphs
+
 KEPT_SHARE = 1 / 64
 """Of the free memory, what one attention may keep for its backward before it is chunked."""
 CHUNK_SHARE = 1 / 8
@@ -55,7 +57,7 @@ def free_bytes(q: Tensor) -> int:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _free_bytes(card: int) -> int:
     if card not in _free:
         unused = torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)

@@ -48,23 +48,20 @@ class WeightDecay(Regularizer):
         super().__init__()
         self.scheduled("rate", rate, high=math.inf)
         self.cautious, self.norms_and_biases = cautious, norms_and_biases
-        self.layers: tuple[str, ...] = ()
+        self.weights = _Weights()
         self.places: list[tuple[nn.Module, str]] = []
 
     def inspect_model(self, model: nn.Module) -> None:
-        self.layers = tuple(plan.name for plan in find_layers(model, whole_stacks=True))
+        self.weights = _Weights()
+        self.weights.sort(model, [plan.name for plan in find_layers(model, whole_stacks=True)])
 
     def prepare(self, model: nn.Module) -> None:
         assert self.site is not None  # a clone has been placed
-        modules = dict(model.named_modules())
-        rest = self.layers[0] if len(self.layers) == self.site.total else ""
-        for name, p in model.named_parameters():
-            layer = next((n for n in self.layers if f"{name}.".startswith(f"{n}.")), "")
-            if layer and rest:  # what comes after the first layer and is in none is of the last
-                rest = self.layers[-1]
-            if (layer or rest) == self.site.name and (p.ndim > 1 or self.norms_and_biases):
-                owner, _, leaf = name.rpartition(".")
-                self.places.append((modules[owner], leaf))
+        for name in self.weights.of(self.site.name, self.site.total):
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if getattr(module, leaf).ndim > 1 or self.norms_and_biases:
+                self.places.append((module, leaf))
 
     def before_step(self, call: StepCall) -> Callable[[], None] | None:
         moving = call.moving(self.places)
@@ -86,3 +83,38 @@ class WeightDecay(Regularizer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", cautious" if self.cautious else "")
+
+
+class _Weights:
+    """The names of a model's parameters by layer, found once and shared by the clones of all layers."""
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        self.inside: dict[str, list[str]] = {}
+        self.before: list[str] = []
+        self.after: list[str] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Weights:
+        return self
+
+    def sort(self, model: nn.Module, layers: list[str]) -> None:
+        self.layers, self.inside = layers, {name: [] for name in layers}
+        outside = self.before
+        for name, _ in model.named_parameters():
+            parts = name.split(".")
+            prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
+            layer = next((p for p in prefixes if p in self.inside), None)
+            if layer is None:
+                outside.append(name)
+            else:
+                self.inside[layer].append(name)
+                outside = self.after
+
+    def of(self, layer: str, total: int) -> list[str]:
+        """Those of a layer. Where all layers are regularized, what comes before them is of the first
+        and what comes after of the last."""
+        found = list(self.inside.get(layer, ()))
+        if total == len(self.layers):
+            found += self.before * (layer == self.layers[0])
+            found += self.after * (layer == self.layers[-1])
+        return found

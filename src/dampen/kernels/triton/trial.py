@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dampen._torch import outside_tracing
+from dampen._torch import constant_in_graphs, outside_tracing
 from dampen.kernels.triton.tiles import DROP_WEIGHTS, HIDE_TOP, NOTHING, Tile, padded
 from dampen.native.machine import cache_folder
 
@@ -78,7 +78,7 @@ def refused(q: Tensor, dtype: torch.dtype, draws: int) -> str:
     return why
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _refused(kind: str, index: int, dtype: torch.dtype, size: int, draws: int) -> str:
     if why := missing():
         return why
