@@ -48,16 +48,17 @@ class WeightDecay(Regularizer):
         super().__init__()
         self.scheduled("rate", rate, high=math.inf)
         self.cautious, self.norms_and_biases = cautious, norms_and_biases
-        self.weights = _Weights()
+        self._weights: _Weights | None = None
         self.places: list[tuple[nn.Module, str]] = []
 
     def inspect_model(self, model: nn.Module) -> None:
-        self.weights = _Weights()
-        self.weights.sort(model, [plan.name for plan in find_layers(model, whole_stacks=True)])
+        self._weights = _Weights()
+        self._weights.sort(model, [plan.name for plan in find_layers(model, whole_stacks=True)])
 
     def prepare(self, model: nn.Module) -> None:
         assert self.site is not None  # a clone has been placed
-        for name in self.weights.of(self.site.name, self.site.total):
+        assert self._weights is not None
+        for name in self._weights.of(self.site.name, self.site.total):
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
             if getattr(module, leaf).ndim > 1 or self.norms_and_biases:
