@@ -408,7 +408,7 @@ class Handle(OldNames):
         if self.start is not None and "start" in state:
             self.start.load_state_dict(state["start"])
         self.prefix.doubled.go_on(state)
-        self._model_site.writes = None  # the weights may have been loaded too
+        self._model_site.writes.clear()  # the weights may have been loaded too
         self.progress(state["progress"])
 
     @contextlib.contextmanager

@@ -237,3 +237,13 @@ def test_attached_twice_it_decays_once():
     model.head.weight.grad = torch.zeros_like(model.head.weight)
     optimizer.step()
     assert model.head.weight.norm().item() == pytest.approx(0.8 * before)
+
+
+@pytest.mark.filterwarnings("ignore:WeightDecay")
+def test_other_tensors_lent_by_functional_call_are_no_training():
+    """Tensors that were changed in place stand for the weights, as in meta-learning."""
+    reg = regularize(vit(), WeightDecay(0.1))
+    reg.model(X)
+    lent = {n: p.detach().clone().mul_(1).add_(0) for n, p in reg.model.named_parameters()}
+    torch.func.functional_call(reg.model, lent, (X,))
+    reg.penalty()

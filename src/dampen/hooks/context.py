@@ -349,7 +349,7 @@ class ModelSite:
         ] = []  # of the model's own dropout, those that the handle has set
         self.stepping = [c for c in clones if not c.stages.isdisjoint(STEP_STAGES)]
         self.attached: list[AttachedOptimizer] = []  # whose steps they follow
-        self.writes: int | None = None  # to the weights, when training was first seen without one
+        self.writes: dict[int, int] = {}  # versions of weights, when training saw them without one
 
     @contextlib.contextmanager
     def holding(self, name: str, value: bool) -> Iterator[None]:
@@ -395,7 +395,7 @@ class ModelSite:
         return self.enabled and (training or r.in_eval or (self.sampling and r.stochastic))
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"enabled": True, "sampling": False, "attached": [], "writes": None}
+        fresh = {"enabled": True, "sampling": False, "attached": [], "writes": {}}
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

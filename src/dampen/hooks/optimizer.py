@@ -107,10 +107,9 @@ def check_attached(model: nn.Module, site: ModelSite) -> None:
     """
     if not site.stepping or site.attached:
         return
-    writes = sum(version_of(p) for p in model.parameters())
-    if site.writes is None:
-        site.writes = writes
-    if site.writes != writes:
+    # `functional_call` lends the model plain tensors: only its Parameters can be an optimizer's
+    parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
+    if any(site.writes.setdefault(id(p), version_of(p)) < version_of(p) for p in parameters):
         raise RuntimeError(
             f"{type(site.stepping[0]).__name__} acts in the steps of the optimizer, but the "
             "weights have changed and the handle has no optimizer. Call "
