@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dampen.auditing import audit as audit
     from dampen.public import *  # noqa: F403
     from dampen.studies.combine import combine as combine
     from dampen.studies.compare import compare as compare
@@ -19,6 +20,7 @@ __version__ = "0.2.0"
 
 
 _STUDIES = {
+    "audit": "dampen.auditing",
     "Stopped": "dampen.studies.errors",
     "Study": "dampen.studies.study",
     "Trial": "dampen.studies.trainer.user_trial",
@@ -26,7 +28,7 @@ _STUDIES = {
     "compare": "dampen.studies.compare",
     "load": "dampen.studies.study",
 }
-"""Names of the lab that stand at the front door, by their home. The core itself never imports the lab."""
+"""Names at the front door that lie above the core, by their home. The core itself never imports them."""
 
 
 def __getattr__(name: str) -> Any:

@@ -19,20 +19,29 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DropoutModule", "TorchDispatchMode", "declare_torchvision_operators", "pytree"]
+__all__ = [
+    "BatchNorm",
+    "DropoutModule",
+    "TorchDispatchMode",
+    "declare_torchvision_operators",
+    "pytree",
+]
 """`torch.utils._pytree` (torch 1.8 and newer) finds the tensors in nested outputs;
 `TorchDispatchMode` (torch 1.13 and newer) sees every kernel, for the contracts. Without them dampen
 cannot be imported."""
 
 DropoutModule = torch.nn.modules.dropout._DropoutNd
 """What nn.Dropout and its kin have in common: torch 1.0 and newer."""
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+"""What nn.BatchNorm1d and its kin have in common: torch 1.0 and newer."""
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -406,3 +415,97 @@ def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
         dims: the dimensions whose size stays.
     """
     torch._dynamo.mark_static(t, list(dims))
+
+
+def take_post_accumulate_hooks(p: torch.nn.Parameter) -> Any:
+    """Take off what runs after a gradient is accumulated, as an optimizer in the backward does:
+    `Tensor._post_accumulate_grad_hooks`, torch 2.1 and newer.
+
+    Args:
+        p: a parameter.
+    """
+    hooks = p._post_accumulate_grad_hooks
+    if hooks is not None:
+        p._post_accumulate_grad_hooks = cast(Any, None)
+    return hooks
+
+
+def give_post_accumulate_hooks(p: torch.nn.Parameter, hooks: Any) -> None:
+    """Put back what `take_post_accumulate_hooks` took.
+
+    Args:
+        p: a parameter.
+        hooks: of it.
+    """
+    if hooks is not None:
+        p._post_accumulate_grad_hooks = hooks
+
+
+_SDP_CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+
+
+def sdp_choice(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    rate: float = 0.0,
+    causal: bool = False,
+    **more: Any,
+) -> str:
+    """The kernel that `F.scaled_dot_product_attention` would take here: `torch._fused_sdp_choice`,
+    torch 2.0 and newer.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: as for that function.
+        rate: of dropout.
+        causal: as for that function.
+        more: `scale` and `enable_gqa`.
+    """
+    choice = int(torch._fused_sdp_choice(q, k, v, mask, rate, causal, **more))
+    return _SDP_CHOICES.get(choice, str(choice))
+
+
+class OperatorFacts(NamedTuple):
+    """What is known of an operator that a `TorchDispatchMode` sees.
+
+    Attributes:
+        name: without namespace and overload.
+        arguments: their names, in order.
+        defaults: of those that have one.
+        written: the names of those that it changes in place.
+        draws: whether it may draw random numbers.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    draws: bool
+
+
+@functools.cache
+def operator_facts(operator: Any) -> OperatorFacts:
+    """Name, arguments and kind of an operator: `OpOverload._schema` and
+    `torch.Tag.nondeterministic_seeded`, torch 1.13 and newer; of a higher-order operator the name.
+
+    Args:
+        operator: as `__torch_dispatch__` gets it.
+    """
+    name = str(getattr(operator, "__name__", operator)).partition(".")[0]
+    schema = getattr(operator, "_schema", None)
+    draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    if schema is None:
+        return OperatorFacts(name, (), {}, (), draws)
+    return OperatorFacts(
+        name,
+        tuple(a.name for a in schema.arguments),
+        {a.name: a.default_value for a in schema.arguments if a.has_default_value()},
+        tuple(
+            a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ),
+        draws,
+    )
