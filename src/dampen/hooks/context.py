@@ -279,6 +279,7 @@ class AttentionSite:
         )
         self.kernel: object = None  # the one that ran last
         self.flash: list[FlashFunction] = []  # functions of flash_attn and the like that it calls
+        self.entries: list[FlashFunction] = []  # of Hugging Face's registry, outside graphs
 
     def knows_tokens(self) -> bool:
         """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""

@@ -6,18 +6,20 @@ query or the matrix of scores runs dampen's own attention instead. Sequences pac
 are padded for the methods, so that each sample draws for itself.
 
 The functions are found by name in what the code of an attention module uses, and are wrapped only
-while a forward is under way. No such package was at hand: the tests use stand-ins with the same
-signatures that compute densely.
+while a forward is under way. So are the entries of Hugging Face's attention registry that look into
+no scores (`flash_attention_*`, `flex_attention`; `library_backend.py` decides when they stay). No
+such package was at hand: the tests use stand-ins with the same signatures that compute densely.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +37,48 @@ _UNSUPPORTED = (
 )
 
 
-class FlashFunction(NamedTuple):
-    """Where a function is kept: a module's globals, by name."""
+_WIDEST = 256  # channels of a head that flash attention takes
 
-    namespace: dict[str, Any]
-    name: str
+
+class FlashFunction:
+    """Where a function is kept: a module's globals, by name.
+
+    Args:
+        namespace: the globals.
+        name: of the function there.
+    """
+
+    def __init__(self, namespace: dict[str, Any], name: str) -> None:
+        self.namespace, self.name = namespace, name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlashFunction:
+        return self  # a copy of a model calls the same function
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_module, (self.namespace["__name__"], self.name)
+
+
+def _in_module(module: str, name: str) -> FlashFunction:
+    return FlashFunction(vars(importlib.import_module(module)), name)
+
+
+class RegistryEntry(FlashFunction):
+    """A back end in Hugging Face's attention registry.
+
+    Args:
+        module: the file of a model that looks back ends up.
+        name: of the back end.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        registry = importlib.import_module(module).ALL_ATTENTION_FUNCTIONS
+        # what one file has overwritten comes first
+        local = registry._local_mapping
+        super().__init__(local if name in local else registry._global_mapping, name)
+        self.module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegistryEntry, (self.module, self.name)
 
 
 def flash_functions(module: nn.Module) -> list[FlashFunction]:
@@ -79,7 +118,8 @@ def hooked(functions: Sequence[FlashFunction], run: Callable[..., Any]) -> Itera
         run: run(function, *args, **kwargs) -> what the function returns.
     """
     with _lock:
-        for space, name in functions:
+        for f in functions:
+            space, name = f.namespace, f.name
             entry = _wrapped.setdefault((id(space), name), [space[name], 0])
             if entry[1] == 0:
                 entry[0] = space[name]
@@ -91,7 +131,8 @@ def hooked(functions: Sequence[FlashFunction], run: Callable[..., Any]) -> Itera
     finally:
         _here.run = before
         with _lock:
-            for space, name in functions:
+            for f in functions:
+                space, name = f.namespace, f.name
                 entry = _wrapped[id(space), name]
                 entry[1] -= 1
                 if entry[1] == 0:
@@ -181,7 +222,8 @@ def run_flash(
     kept = not needs.reading and not needs_matrix(regularizers)
     # a soft cap would lift the scores of hidden keys again
     plain_scores = not given.get("softcap")
-    kept = kept and (not columns or (plain_scores and fits_columns(q, k, needs.inside, call)))
+    fits = plain_scores and widest(q, k) and fits_columns(q, k, needs.inside, call)
+    kept = kept and (not columns or fits)
     if not kept:
         _check_known(function, given, window, where)
         mask = _mask(q, k, keep, causal)
@@ -207,6 +249,81 @@ def run_flash(
     how = ", whole keys hidden by more channels" if columns else ""
     told = f"{function.__name__} of the model (no method needs a mask by query or the matrix{how})"
     return (out, *returned[1:]) if isinstance(returned, tuple) else out, told
+
+
+def run_registered(
+    function: Callable[..., Any],
+    regularizers: Sequence[Regularizer],
+    call: Call,
+    where: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, str]:
+    """One call of a back end in Hugging Face's attention registry, which stays; and what ran, in
+    words.
+
+    Args:
+        function: the back end.
+        regularizers: methods at work, in order; none needs a mask by query or the matrix.
+        call: what is known of this attention.
+        where: the name of the attention.
+        q: (B, H, N, d).
+        k: (B, G, M, d).
+        v: (B, G, M, dv).
+        mask: what the model has prepared for the back end: (B, M), a BlockMask, or None.
+        kwargs: as the model passed them.
+    """
+    needs = Needs(regularizers)
+    keep = None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        keep = mask.bool()[:, None, None]
+    module: Any = call.module
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = bool(getattr(module, "is_causal", False))
+    fill_call(call, q, k, keep, causal, kwargs.get("scaling"), needs.valid)
+    call.value_size = v.shape[3]
+    columns = any("mask" in r.stages for r in regularizers)
+    if columns and not fits_columns(q, k, regularizers, call):
+        raise RuntimeError(
+            f"'{where}' scales its scores by {call.scale:g}, too little for hiding keys inside "
+            f"'{function.__name__}'. Load the model with attn_implementation='sdpa'."
+        )
+    for r in (*needs.read_operands, *needs.change_operands):
+        q, k, v = r.qkv(q, k, v, call)
+    size = v.shape[3]
+    if columns:
+        q, k, v = widened(q, k, v, kept_columns(q, k, needs.inside, call))
+        kwargs = {**kwargs, "scaling": call.scale}
+    with without_modes():  # its own torch functions are not the model's
+        out, weights = function(module, q, k, v, mask, **kwargs)
+    o = run_heads(out[..., :size].transpose(1, 2), needs.heads, call)
+    how = ", whole keys hidden by more channels" if columns else ""
+    told = f"{function.__name__} of the model (no method needs a mask by query or the matrix{how})"
+    return (o.transpose(1, 2), weights), told
+
+
+def widest(q: Tensor, k: Tensor) -> bool:
+    """Whether flash attention takes heads with the channels that hide keys.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, G, M, d).
+    """
+    return fits_widened(q.shape[3], q.shape[1] // k.shape[1])
+
+
+def fits_widened(size: int, shared: int) -> bool:
+    """Whether a head of `size` channels leaves room for those that hide keys.
+
+    Args:
+        size: of a head.
+        shared: heads of queries to a head of keys.
+    """
+    return size + -(-shared // 8) * 8 <= _WIDEST
 
 
 def _mask(q: Tensor, k: Tensor, keep: Tensor | None, causal: bool) -> Tensor | None:

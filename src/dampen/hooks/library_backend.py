@@ -1,5 +1,8 @@
 """Back ends of Hugging Face's attention registry that hide the scores, flex_attention and the flash_attention family:
-the training forward runs another entry of the same registry, one that has a socket.
+the training forward runs another entry of the same registry, one that has a socket, where a method needs a mask by
+query or the matrix of scores. For methods on queries, keys, values, head outputs and whole keys the back end stays, and
+the attention wraps its entry (`flash.py`). flex_attention keeps its padding in a BlockMask, which no method reads: it
+stays for head outputs and whole keys. A graph of torch.compile always switches, because it cannot trace the wrapping.
 
 Which entry a model takes stands in its config, and it decides twice: the model prepares its masks for it, and each
 attention looks it up. So it is switched around the whole forward of the library's model, which then builds the masks of
@@ -8,20 +11,24 @@ config never see it. A recompute of activation checkpointing runs an attention a
 there each attention is switched by itself.
 
 The entry taken is `sdpa`; `eager` where the attention hands something to the registry that SDPA has no place for (a cap
-on scores, attention sinks). flex_attention and flash run on CUDA, and nothing here was tried on one: the switch itself
-is what the tests show."""
+on scores, attention sinks). flex_attention and flash run on CUDA, and nothing here was tried on one: the tests stand in
+for them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dampen._torch import in_backward
 from dampen.hooks.context import sees_attention
+from dampen.hooks.flash import RegistryEntry, fits_widened
+from dampen.kernels.attend import reads_apart
+from dampen.regularizer import Regularizer, needs_matrix
 
 if TYPE_CHECKING:
     from dampen.hooks.context import Layer
@@ -48,10 +55,35 @@ class LibraryBackend:
         self.under_way = (
             0  # forwards that have it switched; another thread may be in the same model
         )
+        self.wrapped = False  # whether every attention's entry of the registry can be wrapped
+        self.widens = False  # whether more channels of q and k can hide keys there
 
     def wanted(self, module: nn.Module) -> bool:
-        """Whether a method that looks into attention is at work in this forward."""
-        return any(sees_attention(r) for layer in self.layers for r in layer.active(module))
+        """Whether a method at work in this forward needs another back end."""
+        at_work = [layer.active(module) for layer in self.layers]
+        if not any(sees_attention(r) for active in at_work for r in active):
+            return False
+        return torch.compiler.is_compiling() or not self.stays(at_work)
+
+    def stays(self, at_work: Iterable[Sequence[Regularizer]]) -> bool:
+        """Whether methods can act while the model's own back end runs.
+
+        Args:
+            at_work: the methods of each layer.
+        """
+        return self.wrapped and all(
+            not reads_apart(active, dropout=True) and all(self._acts_around(r) for r in active)
+            for active in at_work
+        )
+
+    def _acts_around(self, r: Regularizer) -> bool:
+        """Whether a method needs nothing from inside the attention."""
+        if needs_matrix([r]) or r.takes_jacobian:
+            return False
+        if "mask" in r.stages:
+            return self.widens and not r.per_query
+        flex = any("flex" in name for name in self.before)  # its padding is in a BlockMask
+        return not flex or not (r.needs_valid or "qkv" in r.stages)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A forward during which the configs ask for a back end with a socket; they ask for their own again once no
@@ -105,6 +137,12 @@ class LibraryBackend:
     def describe(self) -> str:
         """What is switched, in words."""
         pairs = dict.fromkeys(zip(self.before, self.instead, strict=True))
+        if self.stays([layer.clones for layer in self.layers]):
+            return "; ".join(
+                f"'{a}' stays in training forwards: no method needs a mask by query or the matrix. In a graph of "
+                f"torch.compile it runs as '{b}'"
+                for a, b in pairs
+            )
         return "; ".join(
             f"'{a}' runs as '{b}' in training forwards, where attention can be entered"
             for a, b in pairs
@@ -122,7 +160,32 @@ def find_backend(
     if not any(is_hidden(asked(m)) for m in attentions.values()):
         return None
     instead = [_instead(model, config, attentions.values()) for config in hidden]
-    return LibraryBackend(hidden, instead, layers)
+    backend = LibraryBackend(hidden, instead, layers)
+    entries = {name: _entry(m) for name, m in attentions.items() if is_hidden(asked(m))}
+    backend.wrapped = all(e is not None for e in entries.values())
+    backend.widens = all(b == "sdpa" for b in instead) and all(
+        fits_widened(getattr(m, "head_dim", 0), getattr(m, "num_key_value_groups", 1))
+        for m in attentions.values()
+    )
+    for name, entry in entries.items():
+        site = vars(attentions[name]).get("_dampen_attention")
+        if site is not None and entry is not None and backend.wrapped:
+            site.entries.append(entry)
+    return backend
+
+
+def _entry(attention: nn.Module) -> RegistryEntry | None:
+    """The entry of the registry that an attention looks up, where it is there."""
+    for cls in type(attention).__mro__:
+        forward = vars(cls).get("forward")
+        if not isinstance(forward, FunctionType):
+            continue
+        space = inspect.unwrap(forward).__globals__
+        registry = space.get("ALL_ATTENTION_FUNCTIONS")
+        if registry is not None and hasattr(registry, "_global_mapping"):
+            name = str(asked(attention))
+            return RegistryEntry(space["__name__"], name) if name in registry else None
+    return None
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:
