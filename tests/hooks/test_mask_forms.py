@@ -16,6 +16,7 @@ from dampen import masks
 from dampen.checking import masked
 from dampen.checking.attached import with_example
 from dampen.checking.masked import check_forms
+from dampen.hooks.tracing import scores
 from dampen.kernels import kernel
 from dampen.native import library
 from dampen.registry import methods

@@ -209,9 +209,7 @@ class Memory(NamedTuple):
         int, Addition | None
     ]  # by the number of the call; None: an attention, which tells its layout
     result: int  # the call that gave the block's output
-    by_operator: (
-        bool  # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
-    )
+    by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
     roles: tuple[str, ...]  # of the branches, in their order
     attended: tuple[int, ...]  # how many attention modules had run before each
     apart: (
