@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention, DropAttention, DropHead, DropKey
-from dampen.hooks.flash import widest
+from dampen.hooks.library_backends import widest
 
 CALLS = []
 

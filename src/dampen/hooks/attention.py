@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from dampen._torch import refuse_nested
 from dampen.containers import first_of, with_tensors
 from dampen.hooks.block import apply_linear
-from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.hooks.context import (
     AttentionSite,
     Frame,
@@ -27,14 +26,19 @@ from dampen.hooks.context import (
     open_frame,
     sees_attention,
 )
-from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
-from dampen.hooks.equations import PRODUCTS
-from dampen.hooks.flash import hooked, run_flash, run_registered
-from dampen.hooks.layout import layout_of
-from dampen.hooks.replace import Plain
+from dampen.hooks.discover.source import scripted_function
+from dampen.hooks.library_backends import hooked, run_flash, run_registered
 from dampen.hooks.residual import call_torch
-from dampen.hooks.source import scripted_function
 from dampen.hooks.torch_mha import functional_mha, mha_forward
+from dampen.hooks.tracing.channels import (
+    attends_over_channels,
+    start_following,
+    tell_heads,
+    tell_rows,
+)
+from dampen.hooks.tracing.eager import NO_SOFTMAX, EagerAttention
+from dampen.hooks.tracing.products import PRODUCTS, layout_of
+from dampen.hooks.tracing.scores import Plain
 from dampen.kernels.attend import Needs, attend
 from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
