@@ -417,28 +417,42 @@ def keep_sizes(t: torch.Tensor, dims: tuple[int, ...]) -> None:
     torch._dynamo.mark_static(t, list(dims))
 
 
-def take_post_accumulate_hooks(p: torch.nn.Parameter) -> Any:
-    """Take off what runs after a gradient is accumulated, as an optimizer in the backward does:
-    `Tensor._post_accumulate_grad_hooks`, torch 2.1 and newer.
+def compiler_is_loaded() -> bool:
+    """Whether anything may be compiled: `torch._dynamo` is imported, torch 2.0 and newer."""
+    return "torch._dynamo" in sys.modules
+
+
+def take_hooks(p: torch.nn.Parameter) -> Any:
+    """Take off what runs after a gradient is accumulated, as an optimizer in the backward does, and
+    note the hooks on the gradient: `Tensor._post_accumulate_grad_hooks`, torch 2.1 and newer, and
+    `Tensor._backward_hooks`, torch 0.1 and newer.
 
     Args:
         p: a parameter.
     """
-    hooks = p._post_accumulate_grad_hooks
-    if hooks is not None:
-        p._post_accumulate_grad_hooks = cast(Any, None)
-    return hooks
+    after = cast(Any, p._post_accumulate_grad_hooks)
+    before = p._backward_hooks
+    taken = None if after is None else dict(after), None if before is None else dict(before)
+    if after is not None:
+        after.clear()  # autograd reads this dict
+    return before, *taken
 
 
-def give_post_accumulate_hooks(p: torch.nn.Parameter, hooks: Any) -> None:
-    """Put back what `take_post_accumulate_hooks` took.
+def give_hooks(p: torch.nn.Parameter, hooks: Any) -> None:
+    """Put back what `take_hooks` took, and take off what came since.
 
     Args:
         p: a parameter.
         hooks: of it.
     """
-    if hooks is not None:
-        p._post_accumulate_grad_hooks = hooks
+    before, after, content = hooks
+    if after is not None:
+        cast(Any, p._post_accumulate_grad_hooks).update(after)
+    if p._backward_hooks is not before:
+        p._backward_hooks = before
+    if before is not None and list(before) != list(content):
+        before.clear()
+        before.update(content)
 
 
 _SDP_CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

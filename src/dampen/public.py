@@ -3,7 +3,7 @@
 from dampen import methods as _methods
 from dampen import models
 from dampen.handle import Handle, regularize
-from dampen.hooks.builtin_dropout import deterministic
+from dampen.hooks.builtin_dropout import deterministic, silence
 from dampen.hooks.patch import remove
 from dampen.kernels.attend import attention
 from dampen.methods import *  # noqa: F403
@@ -28,6 +28,7 @@ __all__ = [
     "models",
     "regularize",
     "remove",
+    "silence",
     "vshape",
     "warmup",
 ]

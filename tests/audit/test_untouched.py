@@ -17,7 +17,10 @@ class Stateful(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.fc = nn.BatchNorm1d(8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm, self.fc = (
+            nn.BatchNorm1d(8),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+        )
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 2)
         self.codebook = nn.Parameter(torch.zeros(8), requires_grad=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
@@ -126,6 +129,7 @@ def test_an_optimizer_in_the_backward_does_not_step():
     assert stepped == []
     model(X).sum().backward()
     assert len(stepped) == 4
+    assert all(p._backward_hooks is None for p in model.parameters())
 
 
 def test_the_example_is_not_changed():

@@ -59,8 +59,8 @@ ORACLES = {
     "no_gradient": lambda m, where: gradients(m) and parameter(m, where).grad is None,
     "frozen": lambda m, where: not parameter(m, where).requires_grad,
     "hidden_rows": lambda m, where: bool(called(m, 1).isnan().any()),
-    "samples_mix": lambda m, where: not torch.allclose(
-        called(m, 1, False)[:1], called(m, 1, False, X[:1]), atol=1e-5
+    "samples_mix": lambda m, where: (
+        not torch.allclose(called(m, 1, False)[:1], called(m, 1, False, X[:1]), atol=1e-5)
     ),
     "dropped_weights": lambda m, where: bool((m.train()(X)[1].sum(-1) > 1.01).any()),
 }

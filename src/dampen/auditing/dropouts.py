@@ -15,7 +15,7 @@ from torch import nn
 
 from dampen.auditing.record import AuditedModel, DrawSite, Events, Forward, equal
 from dampen.auditing.report import Audit, AuditFinding, Dropout, family
-from dampen.hooks.own_dropout import OwnRate, find_own
+from dampen.hooks.builtin_dropout import OwnRate, find_own
 
 TRIES = 12
 """Seeds after which a dropout without effect counts as one: layers that are skipped at random hide what is in them."""

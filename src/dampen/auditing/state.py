@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen._torch import give_post_accumulate_hooks, take_post_accumulate_hooks
+from dampen._torch import compiler_is_loaded, give_hooks, take_hooks
 
 
 class Kept:
@@ -24,7 +24,7 @@ class Kept:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self.attributes = [(m, _outline(vars(m))) for m in model.modules()]
+        self.attributes = [(one, _outline(vars(one))) for one in _holders(model)]
         self.parameters: dict[int, tuple[Tensor, Tensor]] = {}
         self.storages = {_storage(p): p for p in model.parameters()}
 
@@ -40,8 +40,8 @@ class Kept:
 
     def restore(self) -> None:
         """Bring everything back."""
-        for module, outline in self.attributes:
-            _restore(vars(module), outline)
+        for one, outline in self.attributes:
+            _restore(vars(one), outline)
         with torch.no_grad():
             for tensor, before in [*self.buffers, *self.parameters.values()]:
                 if not _same_bits(tensor, before):
@@ -56,14 +56,14 @@ def untouched(model: nn.Module) -> Iterator[Kept]:
         model: any model.
     """
     kept = Kept(model)
-    gradients = [(p, p.grad, take_post_accumulate_hooks(p)) for p in model.parameters()]
+    gradients = [(p, p.grad, take_hooks(p)) for p in model.parameters()]
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
         stack.callback(kept.restore)
         for p, _, _ in gradients:
             p.grad = None
         stack.callback(_give_back, gradients)
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+        if compiler_is_loaded():  # else nothing is compiled, and to load it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield kept
 
@@ -71,7 +71,7 @@ def untouched(model: nn.Module) -> Iterator[Kept]:
 def _give_back(gradients: list[tuple[nn.Parameter, Tensor | None, Any]]) -> None:
     for p, gradient, hooks in gradients:
         p.grad = gradient
-        give_post_accumulate_hooks(p, hooks)
+        give_hooks(p, hooks)
 
 
 @contextmanager
@@ -99,6 +99,22 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    """Every module, and the objects that dampen keeps on them, whose attributes a forward may change."""
+    found: dict[int, Any] = {id(m): m for m in model.modules()}
+    new = list(found.values())
+    while new:
+        values = [v for one in new for v in vars(one).values()]
+        values += [v for value in values if isinstance(value, list | tuple) for v in value]
+        new = []
+        for v in values:
+            ours = type(v).__module__.startswith("dampen.") and hasattr(v, "__dict__")
+            if ours and id(v) not in found:
+                found[id(v)] = v
+                new.append(v)
+    return list(found.values())
 
 
 def _outline(attributes: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -20,7 +20,7 @@ from dampen.auditing.record import (
 )
 from dampen.auditing.report import Audit, AuditFinding
 from dampen.containers import tensors_in, with_tensors
-from dampen.hooks.find import find_layers
+from dampen.hooks.discover.sites import find_layers
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative difference that counts as a leak between samples; 2e-2 for 16-bit numbers."""

@@ -288,24 +288,115 @@ def deterministic(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"deterministic takes an nn.Module, got {type(model).__name__}.")
-    rates = [r for r in find_own(model) if r.rate > 0]
-    before = [(r, getattr(r.module, r.attribute)) for r in rates]
-    silence = _Silence(bool(rates))
+    mode = _Silence("deterministic()")
     with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            site = vars(module).get("_dampen_model")
-            if isinstance(site, ModelSite):
-                stack.enter_context(site.holding("enabled", False))
-                silence.silenced = True
-        stack.callback(_restore, before)
-        for r in rates:
-            setattr(r.module, r.attribute, 0.0)
-        for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(silence.enter).remove)
-            stack.callback(module.register_forward_hook(silence.leave, always_call=True).remove)
-        with silence:
+        _silence_modules(model, mode, stack)
+        with mode:
             yield
-    silence.report(type(model).__name__)
+    mode.report(type(model).__name__)
+
+
+class Silence:
+    """Switches every dropout of a model off, and back on: what `dampen.silence(model)` returns.
+
+    Inside `with`, or from `on()` to `off()`, the model's dropout modules, its functional dropout, the dropout of its
+    attention, its drop paths and its regularizers do nothing, in training mode too. Other models are not touched. That
+    is what the reference model of DPO and the teacher of a distillation need.
+
+    With activation checkpointing the backward has to run before `off()`, because it runs the forward again.
+
+    Args:
+        model: any model, regularized or not.
+
+    >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5)
+    >>> x = torch.randn(3, 2, 8)
+    >>> with Silence(model):
+    ...     torch.equal(model(x), model(x))
+    True
+    >>> quiet = Silence(model).on()
+    >>> torch.equal(model(x), model(x))
+    True
+    >>> quiet.off()
+    >>> torch.equal(model(x), model(x))
+    False
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"silence takes an nn.Module, got {type(model).__name__}.")
+        self.model = model
+        self._mode: _Silence | None = None
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is silent now."""
+        return self._mode is not None
+
+    def on(self) -> Silence:
+        """Switch every dropout off."""
+        if self._mode is not None:
+            raise RuntimeError(
+                f"{type(self.model).__name__} is silent already. Call off() first, or use one `with` block."
+            )
+        mode = _Silence("silence()", alone=True)
+        with contextlib.ExitStack() as stack:
+            _silence_modules(self.model, mode, stack)
+            self._stack = stack.pop_all()
+        self._mode = mode
+        return self
+
+    def off(self) -> None:
+        """Bring every dropout back as it was."""
+        if self._mode is None:
+            raise RuntimeError(
+                f"{type(self.model).__name__} is not silent. Call on() first, or use `with silence(model):`."
+            )
+        mode, self._mode = self._mode, None
+        self._stack.close()
+        mode.report(type(self.model).__name__)
+
+    def __enter__(self) -> Silence:
+        return self.on()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            self.off()
+        else:  # the error of the block is the one to see
+            self._mode = None
+            self._stack.close()
+
+    def __repr__(self) -> str:
+        state = "on: nothing drops" if self.active else "off: as the model has it"
+        return f"Silence({type(self.model).__name__}, {state})"
+
+
+def silence(model: nn.Module) -> Silence:
+    """A switch that turns every dropout of a model off, functional ones too, and back on.
+
+    Use it as a context, or keep it: `quiet = dampen.silence(reference).on()`, later `quiet.off()`.
+
+    Args:
+        model: any model, regularized or not.
+    """
+    return Silence(model)
+
+
+def _silence_modules(model: nn.Module, mode: _Silence, stack: contextlib.ExitStack) -> None:
+    """Rates at 0, regularizers off, and hooks that follow the forwards, until the stack is closed."""
+    rates = [r for r in find_own(model) if r.rate > 0]
+    mode.silenced = mode.silenced or bool(rates)
+    for module in model.modules():
+        site = vars(module).get("_dampen_model")
+        if isinstance(site, ModelSite):
+            stack.enter_context(site.holding("enabled", False))
+            mode.silenced = True
+    stack.callback(_restore, [(r, getattr(r.module, r.attribute)) for r in rates])
+    for r in rates:
+        setattr(r.module, r.attribute, 0.0)
+    for module in model.modules():
+        stack.callback(module.register_forward_pre_hook(mode.enter).remove)
+        stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
 
 
 def _restore(before: list[tuple[Any, Any]]) -> None:
@@ -324,9 +415,11 @@ def _would_drop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Silence(TorchFunctionMode):
     """Turns functional dropout off, and remembers what else was drawn while the model ran."""
 
-    def __init__(self, silenced: bool) -> None:
+    def __init__(self, name: str, alone: bool = False) -> None:
         super().__init__()
-        self.silenced = silenced  # whether anything was random that is not now
+        self.name = name
+        self.alone = alone  # it works while the model runs, and not for what runs beside it
+        self.silenced = False  # whether anything was random that is not now
         self.depth, self.gradients = 0, False
         self.checkpointed = self.recomputed = False
         self.drawn: set[str] = set()
@@ -340,7 +433,7 @@ class _Silence(TorchFunctionMode):
             return
         if self.depth == 0:
             self.gradients = torch.is_grad_enabled()
-            if in_backward():
+            if self.alone or in_backward():
                 self.__enter__()  # type: ignore[no-untyped-call]
         self.depth += 1
 
@@ -349,7 +442,7 @@ class _Silence(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return
         self.depth -= 1
-        if self.depth == 0 and in_backward():
+        if self.depth == 0 and (self.alone or in_backward()):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -394,13 +487,13 @@ class _Silence(TorchFunctionMode):
         """At the end: raise where a recompute would be random, warn of what was not silenced."""
         if self.checkpointed and self.silenced and not self.recomputed:
             raise RuntimeError(
-                f"{name} ran under activation checkpointing inside deterministic(), and its backward did not: it would "
+                f"{name} ran under activation checkpointing inside {self.name}, and its backward did not: it would "
                 "run the forward again with everything random, and give wrong gradients. Put loss.backward() inside "
                 "the with block, or run the forward under torch.no_grad() if no gradient is wanted."
             )
         if self.drawn:
             warnings.warn(
-                f"{name} drew random numbers inside deterministic() by {', '.join(sorted(self.drawn))}, in its own "
+                f"{name} drew random numbers inside {self.name} by {', '.join(sorted(self.drawn))}, in its own "
                 "code, which is not dropout and was left as it is.",
                 stacklevel=3,
             )
