@@ -478,7 +478,7 @@ def test_published_traces_equal_explicit_dropout():
 
 
 def test_published_graying_is_the_reference():
-    from dampen.functional.patches import patchify
+    from dampen.functional.grid import patchify
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     grayed = published.gray_svd(images, (4, 4), eps=0.7)
