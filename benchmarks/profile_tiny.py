@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.alternatives import ALTERNATIVES
-from dampen.hooks.stream import STEADY
+from dampen.hooks.block import STEADY
 from dampen.studies.bench.rows import PRESETS, find_variants
 from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
 from dampen.studies.bench.subject import Subject, make_subject

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.overhead_off import total
-from dampen.hooks.stream import STEADY
+from dampen.hooks.block import STEADY
 
 RECORD = Path(__file__).with_name("records") / "instructions.json"
 METHODS = {

@@ -159,7 +159,7 @@ class Call:
     unknown: dict[str, str] = field(
         default_factory=dict
     )  # q, k, v: the fused map whose rows for it are unknown
-    followed: Any = None  # from which channels the operands come; see `hooks/channels.py`
+    followed: Any = None  # from which channels the operands come; see `hooks/tracing/channels.py`
     weights: Tensor | None = (
         None  # A in `heads`, where the model computes it itself and its rows may not sum to 1
     )

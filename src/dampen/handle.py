@@ -15,18 +15,12 @@ from torch.optim.swa_utils import update_bn
 
 from dampen.calls import Penalties, Penalty, consume, makes_penalties, settle, total
 from dampen.deprecated import HANDLE, OldNames, accepts_old_arguments
-from dampen.hooks.attach import attach, check_model
-from dampen.hooks.carrier import CarrierSite
+from dampen.hooks.builtin_dropout import OwnRate, choose_own, depth_of, own_rates, sampling_own
 from dampen.hooks.context import Layer, ModelSite
 from dampen.hooks.describe import describe
-from dampen.hooks.detach import remove
-from dampen.hooks.example import run_example
-from dampen.hooks.optimizer import AttachedOptimizer, check_attached, unwrap
-from dampen.hooks.own_dropout import OwnRate, choose_own, depth_of, own_rates
-from dampen.hooks.sampling import sampling_own
-from dampen.hooks.start import Start
-from dampen.hooks.swap import swap
-from dampen.hooks.weights import carrying
+from dampen.hooks.model import CarrierSite, run_example
+from dampen.hooks.patch import attach, check_model, remove, swap
+from dampen.hooks.weights import AttachedOptimizer, Start, carrying, check_attached, unwrap
 from dampen.native.library import use_native_kernels
 from dampen.regularizer import LOSS_STAGES, Regularizer
 from dampen.schedules import Value, as_schedule, check_progress, per_layer

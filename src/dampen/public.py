@@ -3,8 +3,8 @@
 from dampen import methods as _methods
 from dampen import models
 from dampen.handle import Handle, regularize
-from dampen.hooks.detach import remove
-from dampen.hooks.determinism import deterministic
+from dampen.hooks.builtin_dropout import deterministic
+from dampen.hooks.patch import remove
 from dampen.kernels.attend import attention
 from dampen.methods import *  # noqa: F403
 from dampen.regularizer import Call, LinearCall, Regularizer, Site

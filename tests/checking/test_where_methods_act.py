@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dampen
-from dampen.hooks.find import parts_of
+from dampen.hooks.discover.sites import parts_of
 from dampen.registry import methods
 from dampen.regularizer import MODEL_STAGES, UnsupportedModel
 from tests.families import NanoBlock

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropHead, DropKey, DropPath, ExplicitDropout, LayerDrop, linear
-from dampen.hooks.find import find_layers
+from dampen.hooks.discover.sites import find_layers
 from dampen.regularizer import Regularizer
 from tests.families import IMAGES, TEXT, output
 

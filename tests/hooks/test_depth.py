@@ -13,8 +13,8 @@ from torch import nn
 
 import dampen
 from dampen import DropHead, DropKey, PatchDropout, linear
-from dampen.hooks.find import find_attentions
-from dampen.hooks.order import towers_of
+from dampen.hooks.discover.depth import towers_of
+from dampen.hooks.discover.sites import find_attentions
 from tests.families import NanoBlock
 
 TIMM = {

@@ -1,5 +1,7 @@
 """Models that call flash_attn, torch's varlen_attn or xformers: stand-ins that compute densely."""
 
+import copy
+import io
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention, DropAttention, DropHead, DropKey
+from dampen.hooks.library_backends import widest
 
 CALLS = []
 
@@ -112,6 +115,13 @@ HOW = ["flash_attn_func", "flash4", "flash_attn_varlen_func", "varlen_attn",
        "memory_efficient_attention"]  # fmt: skip
 
 
+def saved(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def model(how):
     torch.manual_seed(0)
     CALLS.clear()
@@ -139,6 +149,23 @@ def test_the_function_stays(how, method):
     reg.remove()
     net.train()
     assert torch.equal(net(x), plain)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved], ids=["copied", "saved"])
+def test_copies_call_the_same_function(copied):
+    net, x = model("flash_attn_func")
+    dampen.regularize(net, DropHead(0.5))
+    twin = copied(net)
+    CALLS.clear()
+    twin(x)
+    assert len(CALLS) == 2
+    assert twin[0].attn._dampen_attention.flash[0].namespace is globals()
+
+
+def test_heads_too_wide_for_more_channels_switch():
+    q = torch.empty(1, 2, 4, 256)
+    assert not widest(q, q)
+    assert widest(q[..., :248], q[..., :248])
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -1,12 +1,15 @@
-"""Back ends of transformers' attention registry that hide the scores: the training forward runs one that does not, eval
-runs what was asked for, and nothing is left behind. Flex and flash themselves need CUDA and are stood in for here."""
+"""Back ends of transformers' attention registry that hide the scores: they stay in training forwards where no method
+needs a mask by query or the matrix, else SDPA runs. Eval runs what was requested, and nothing is left behind. Flex and
+flash themselves need CUDA and are stood in for here."""
 
 import copy
+import io
 
 import pytest
 import torch
 import transformers as tr
 from torch.nn import functional as F
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import dampen
@@ -83,7 +86,7 @@ def step(model, method, seed=3):
 @pytest.mark.parametrize("implementation", HIDDEN)
 @pytest.mark.parametrize("build", [llama, bert, mistral], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    "method", [DropKey(0.4), DropHead(0.5), ExplicitDropout(query=0.2, value=0.1)], ids=str
+    "method", [DropKey(0.4), ExplicitDropout(joint=0.1, form="inverted")], ids=("DropKey", "joint")
 )
 def test_training_is_the_sdpa_model_s(implementation, build, method):
     _, wanted, wanted_gradients = step(build(), method)
@@ -104,15 +107,34 @@ def test_what_sdpa_has_no_place_for_is_run_eagerly(build):
     torch.testing.assert_close(gradients, wanted_gradients, rtol=0, atol=0)
 
 
-def stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """What flash attention computes without padding, where the tests can count its calls."""
+def stand_in(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs
+):
+    """What flash attention computes, where the tests can count its calls. Padding is (B, M)."""
     stand_in.calls += 1
+    heads, tokens = query.shape[1] // key.shape[1], key.shape[2]
+    key, value = (t.repeat_interleave(heads, 1) for t in (key, value))
+    far = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    seen = (far >= 0) if module.is_causal else torch.ones(tokens, tokens, dtype=torch.bool)
+    if sliding_window is not None:
+        seen = seen & (far < sliding_window)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None].bool()
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def flex_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """What flex_attention computes: its padding is in a BlockMask."""
+    stand_in.calls += 1
+    mod, tokens = attention_mask.mask_mod, torch.arange(key.shape[2])
     heads = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(heads, 1) for t in (key, value))
-    causal = query.shape[2] > 1 and module.is_causal
-    return F.scaled_dot_product_attention(
-        query, key, value, is_causal=causal, scale=scaling
-    ).transpose(1, 2), None
+    seen = torch.stack(
+        [mod(torch.tensor(b), 0, tokens[:, None], tokens) for b in range(query.shape[0])]
+    )[:, None]
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling)
+    return out.transpose(1, 2), None
 
 
 @pytest.fixture
@@ -122,6 +144,73 @@ def flash(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", stand_in)
     assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is stand_in
     return stand_in
+
+
+STAYING = [DropHead(0.5), ExplicitDropout(query=0.2, value=0.1, output=0.1, ffn=0.1)]
+
+
+@pytest.mark.parametrize("build", [llama, bert, mistral], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("method", STAYING, ids=lambda m: m.name)
+def test_flash_attention_stays(flash, build, method):
+    """The output, the penalties and the gradients are the SDPA model's, under padding too."""
+    _, wanted, wanted_gradients = step(build(), method)
+    assert flash.calls == 0
+    model = build("flash_attention_2")
+    reg, got, gradients = step(model, method)
+    assert flash.calls == 2
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=0, atol=1e-6)
+    assert "'flash_attention_2' stays in training forwards" in str(reg)
+    assert "stand_in of the model (no method needs a mask by query or the matrix)" in str(reg)
+    reg.remove()
+    assert AttentionInterface._global_mapping["flash_attention_2"] is flash
+
+
+@pytest.mark.parametrize("build", [llama, bert, mistral], ids=lambda f: f.__name__)
+def test_whole_keys_are_hidden_inside_flash_attention(flash, build):
+    plain = output(build()(input_ids=TEXT, attention_mask=PADDING)).detach()[PADDING.bool()]
+    reg, got, _ = step(build("flash_attention_2"), DropKey(1e-9, unit="column"))
+    torch.testing.assert_close(got, plain, rtol=0, atol=1e-6)
+    assert flash.calls == 2
+    assert "whole keys hidden by more channels" in str(reg)
+    _, got, gradients = step(build("flash_attention_2"), DropKey(0.5, unit="column"))
+    assert not torch.allclose(got, plain, atol=1e-3)
+    assert all(g.isfinite().all() for g in gradients if g is not None)
+
+
+@pytest.mark.parametrize(
+    ("method", "stays"),
+    [(DropHead(0.5), True), (DropKey(0.4, unit="column"), True), (DropKey(0.4), False),
+     (ExplicitDropout(query=0.2, value=0.1), False)],
+    ids=str,
+)  # fmt: skip
+def test_flex_attention_stays_where_no_method_asks_for_padding(monkeypatch, method, stays):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flex_attention", flex_stand_in)
+    build = masking_utils.create_block_mask  # the library compiles it, which takes long on a CPU
+    monkeypatch.setattr(
+        masking_utils, "create_block_mask", lambda _compile, **kwargs: build(**kwargs)
+    )
+    stand_in.calls = 0
+    _, wanted, _ = step(llama(), method)
+    _, got, _ = step(llama("flex_attention"), method)
+    assert stand_in.calls == 2 * stays
+    if method.name != "drop_key":
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_one_method_that_needs_the_matrix_switches_for_all(flash):
+    model = llama("flash_attention_2")
+    reg = dampen.regularize(model, [DropHead(0.5), DropKey(0.4)])
+    model(input_ids=TEXT)
+    assert flash.calls == 0
+    assert "'flash_attention_2' runs as 'sdpa'" in str(reg)
+
+
+def test_heads_too_wide_for_more_channels_switch(flash):
+    model = llama("flash_attention_2", head_dim=256)
+    dampen.regularize(model, DropKey(0.4, unit="column"))
+    model(input_ids=TEXT)
+    assert flash.calls == 0
 
 
 def test_eval_and_removal_are_untouched(flash):
@@ -221,6 +310,16 @@ def test_copies_have_configs_of_their_own(flash):
     assert flash.calls == 0
     dampen.remove(twin)
     twin(input_ids=TEXT)
+    assert flash.calls == 2
+
+
+def test_saved_models_find_the_back_end_again(flash):
+    model = llama("flash_attention_2")
+    dampen.regularize(model, DropHead(0.4))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.load(file, weights_only=False)(input_ids=TEXT)
     assert flash.calls == 2
 
 

@@ -16,7 +16,7 @@ from dampen import masks
 from dampen.checking import masked
 from dampen.checking.attached import with_example
 from dampen.checking.masked import check_forms
-from dampen.hooks import eager_scores
+from dampen.hooks.tracing import scores
 from dampen.kernels import kernel
 from dampen.native import library
 from dampen.registry import methods
@@ -266,7 +266,7 @@ def test_masks_made_under_inference_mode(path):
 def test_a_mask_is_read_once_for_all_layers(path, monkeypatch):
     """Both blocks get the same mask; a mask that was written to between two forwards is read again."""
     reads, real = [], masks.hides
-    for module in (masks, eager_scores):
+    for module in (masks, scores):
         monkeypatch.setattr(module, "hides", lambda mask: reads.append(mask) or real(mask))
     model = masked.build(path, torch.float32)
     dampen.regularize(model, [dampen.DropKey(0.4), dampen.ExplicitDropout(value=1.0)], strict=False)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropHead, DropKey, DropPath, ExplicitDropout, FeedForwardDropout
-from dampen.hooks.roles import feed_forward_roles
+from dampen.hooks.discover.roles import feed_forward_roles
 from dampen.regularizer import Regularizer
 from tests.hooks.odd_layers import FeedForward
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from dampen import DropKey, DropPath, linear
-from dampen.hooks.own_dropout import find_own
+from dampen.hooks.builtin_dropout import find_own
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(10).view(2, 5)

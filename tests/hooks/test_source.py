@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, DropPath, ExplicitDropout
-from dampen.hooks.source import shows_no_softmax
+from dampen.hooks.discover.source import shows_no_softmax
 
 
 def feature(x):

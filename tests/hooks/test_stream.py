@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dampen
 from dampen import DropPath
-from dampen.hooks.stream import LEARNING, STEADY, Stream, may_stream
+from dampen.hooks.block import LEARNING, STEADY, Stream, may_stream
 from dampen.models.block import SelfAttention
 from dampen.regularizer import Regularizer
 

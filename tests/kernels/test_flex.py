@@ -17,21 +17,36 @@ def grid(b, h, n, m):
     ]
 
 
-def test_philox_known_answer():
-    """The vectors that Random123 publishes for philox2x32-10."""
-    for counter, key, expected in (
-        ((0, 0), 0, 0xFF1DAE59),
-        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 0x2C3F628B),
-        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 0xDD7CE038),
-    ):
-        made = flex.philox((torch.tensor(counter[0]), torch.tensor(counter[1])), torch.tensor(key))
-        assert made.item() == expected
+def test_known_answer():
+    """The mixer is lowbias32 (Wellons): some values of it in Python's integers."""
+
+    def mixed(x):
+        x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+        x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+        return x ^ x >> 16
+
+    rows, columns = flex.bits(1, 1, 50), flex.bits(1, 1, 70)
+    values = [
+        [mixed((r ^ c) % 2**32) for c in columns.flatten().tolist()]
+        for r in rows.flatten().tolist()
+    ]
+    places = grid(1, 1, 50, 70)
+    for rate in (0.1, 0.5, 0.9):
+        signed = torch.tensor(values) - 2**32 * (torch.tensor(values) >= 2**31)
+        expected = signed < rate * 2**32 - 2**31
+        for given in (rate, torch.tensor(rate)):
+            assert torch.equal(flex.hiding(rows, columns, given)(*places)[0, 0], expected)
 
 
 def test_rate_and_independence():
-    hidden = flex.hiding(torch.tensor(7), 0.2, 8, 256)(*grid(4, 8, 256, 256)).float()
+    def drawn(seed):
+        torch.manual_seed(seed)
+        keys = flex.bits(4, 8, 256), flex.bits(4, 8, 256)
+        return flex.hiding(*keys, 0.2)(*grid(4, 8, 256, 256)).float()
+
+    hidden = drawn(7)
     x, n = (hidden - 0.2) / 0.4, hidden.numel()
-    other = (flex.hiding(torch.tensor(8), 0.2, 8, 256)(*grid(4, 8, 256, 256)).float() - 0.2) / 0.4
+    other = (drawn(8) - 0.2) / 0.4
     pairs = {
         "rate": x,
         "keys": x[..., 1:] * x[..., :-1],
@@ -39,6 +54,7 @@ def test_rate_and_independence():
         "heads": x[:, 1:] * x[:, :-1],
         "samples": x[1:] * x[:-1],
         "seeds": x * other,
+        "corners": x[..., 1:, 1:] * x[..., 1:, :-1] * x[..., :-1, 1:] * x[..., :-1, :-1],
     }
     for name, values in pairs.items():
         assert abs(values.mean().item() * n**0.5) < 4.5, name
@@ -56,7 +72,7 @@ def test_equals_dense_attention(kv, monkeypatch):
     torch.manual_seed(3)
     ours = flex.flex_hiding(q, k, v, 0.2, 0.25, compiled=False)
     torch.manual_seed(3)
-    hidden = flex.hiding(torch.randint(2**32, ()), 0.2, 4, 32)(*grid(2, 4, 32, 32))
+    hidden = flex.hiding(flex.bits(2, 4, 32), flex.bits(2, 4, 32), 0.2)(*grid(2, 4, 32, 32))
     theirs = F.scaled_dot_product_attention(q, k, v, ~hidden, scale=0.25, enable_gqa=kv != 4)
     torch.testing.assert_close(ours, theirs)
     weight = torch.randn_like(ours)

@@ -1,10 +1,13 @@
 """What runs on a GPU, as the code decides it: on meta tensors that are taken for a card."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import dampen
 from dampen import DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking, linear
+from dampen._torch import on_gpu
 from dampen.kernels import kernel, memory
 from dampen.kernels.attend import Needs, attend
 from dampen.kernels.columns import shifted_attention
@@ -148,3 +151,20 @@ def test_a_causal_query_keeps_a_key_where_there_are_fewer_keys_than_queries(keys
     k = torch.randn(64, 2, keys, 8, dtype=torch.float64)
     out = dampen.attention(q, k, torch.ones_like(k), is_causal=True, regularizers=[DropKey(0.1)])
     torch.testing.assert_close(out, torch.ones_like(out))
+
+
+def test_mps_takes_the_path_of_a_cpu(monkeypatch):
+    """No Triton kernel, no chunks by free memory, and dampen's own way to drop."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # knows no meta
+    tensor = SimpleNamespace(is_cuda=False, device=torch.device("mps", 0))
+    assert not on_gpu(tensor)
+    for method in (DropKey(0.1), DropAttention(0.1, normalized=False), HardMasking(0.1)):
+        q = torch.empty(1, 2, 2048, 64, device="meta")
+        found = kernel.choose_kernel(q, q, [method], native=True, v=q, call=Call(scale=0.125))
+        assert found.name in ("fused", "plain")
+        assert not found.way
+
+
+def test_rocm_is_a_gpu():
+    """torch calls its devices cuda, so the kernels and their self-check run there too."""
+    assert on_gpu(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))

@@ -8,7 +8,7 @@ from torch import nn
 
 import dampen
 from dampen import EmbeddingDropout, NEFTune, regularize
-from dampen.hooks.embeddings import find_embeddings
+from dampen.hooks.model import find_embeddings
 from dampen.regularizer import Regularizer, UnsupportedModel
 from tests.families import FAMILIES, IMAGES, PADDING, TEXT, output
 from tests.oracles.stochastic import neftune_bound

@@ -18,7 +18,7 @@ from dampen.checking.attached import ContractBroken, with_example
 from dampen.checking.contracts import CONTRACTS, ONCE
 from dampen.checking.pairs import PAIR_CONTRACTS
 from dampen.checking.subjects import SUBJECTS, Subject
-from dampen.hooks.blame import blame
+from dampen.hooks.model import blame
 from dampen.regularizer import Regularizer, UnsupportedModel
 
 __all__ = [

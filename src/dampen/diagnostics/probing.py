@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dampen.diagnostics.predictions import device_of, in_mode
+from dampen.hooks.builtin_dropout import no_fast_path
 from dampen.hooks.context import AttentionSite, BlockSite, Layer
-from dampen.hooks.find import LayerPlan, find_layers, is_cross
-from dampen.hooks.own_dropout import no_fast_path
-from dampen.hooks.roles import weight_of
-from dampen.hooks.swap import swap
-from dampen.hooks.whole_model import first_argument
+from dampen.hooks.discover.roles import weight_of
+from dampen.hooks.discover.sites import LayerPlan, find_layers, is_cross
+from dampen.hooks.model import first_argument
+from dampen.hooks.patch import swap
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, Regularizer, Site, in_order
 
 __all__ = [

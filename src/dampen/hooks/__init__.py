@@ -1,4 +1,6 @@
-"""Where regularizers plug in: the layers of a model are found, their modules get another forward, and it can be undone.
+"""How a regularizer gets into a model, and out of it again.
 
-`attach` is the way in (used by `handle`); `find` and `roles` say what is where, `forwards` what a module then does.
+The way in is `patch` (used by `handle`). `discover` says what is where, `context` is what one forward of a block knows,
+and `attention`, `torch_mha`, `library_backends`, `tracing`, `block`, `residual`, `experts` and `model` say what a module
+then does. `weights` and `builtin_dropout` act beside the forward; `describe` prints what sits where.
 """

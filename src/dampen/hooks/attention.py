@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from dampen._torch import refuse_nested
 from dampen.containers import first_of, with_tensors
 from dampen.hooks.block import apply_linear
-from dampen.hooks.channels import attends_over_channels, start_following, tell_heads, tell_rows
 from dampen.hooks.context import (
     AttentionSite,
     Frame,
@@ -27,14 +26,19 @@ from dampen.hooks.context import (
     open_frame,
     sees_attention,
 )
-from dampen.hooks.eager import NO_SOFTMAX, EagerAttention
-from dampen.hooks.equations import PRODUCTS
-from dampen.hooks.flash import hooked, run_flash
-from dampen.hooks.layout import layout_of
-from dampen.hooks.replace import Plain
+from dampen.hooks.discover.source import scripted_function
+from dampen.hooks.library_backends import hooked, run_flash, run_registered
 from dampen.hooks.residual import call_torch
-from dampen.hooks.source import scripted_function
 from dampen.hooks.torch_mha import functional_mha, mha_forward
+from dampen.hooks.tracing.channels import (
+    attends_over_channels,
+    start_following,
+    tell_heads,
+    tell_rows,
+)
+from dampen.hooks.tracing.eager import NO_SOFTMAX, EagerAttention
+from dampen.hooks.tracing.products import PRODUCTS, layout_of
+from dampen.hooks.tracing.scores import Plain
 from dampen.kernels.attend import Needs, attend
 from dampen.names import leave_out
 from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
@@ -127,17 +131,42 @@ class Socket(TorchFunctionMode):
         return out
 
     def flash(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a function of flash_attn and the like."""
+        """A call of a function of flash_attn and the like, or of a back end in Hugging Face's registry."""
         self.seen = True
         if self.call.cross:
             self.call.valid = self.frame.valid
-        out, told = run_flash(
-            function, self.regularizers, self.call, self.site.name, *args, **kwargs
-        )
+        if isinstance(args[0], nn.Module):
+            out, told = self._registered(function, *args, **kwargs)
+        else:
+            out, told = run_flash(
+                function, self.regularizers, self.call, self.site.name, *args, **kwargs
+            )
         if self.call.valid is not None and not self.call.cross:
             padding_reported(self.site, self.frame, self.call)
         self.site.kernel = self.site.layer.kernels[self.site.name] = told
         return out
+
+    def _registered(
+        self,
+        function: Callable[..., Any],
+        _: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, str]:
+        operands = (query, key, value)
+        self.call.shape = (*query.shape[:3], key.shape[2])
+        self.call.head_size, self.call.value_size = query.shape[3], value.shape[3]
+        if self.call.followed is not None:
+            companions = [self.call.followed.of(t) for t in operands]
+            tell_rows(self.site, self.call, companions, operands)
+        if self.frame.residual is not None:
+            self.frame.residual.see_queries(query)
+        return run_registered(
+            function, self.regularizers, self.call, self.site.name, *operands, mask, kwargs
+        )
 
     def close(self) -> None:
         """No circle of references is left; see `close_frame`."""
@@ -416,7 +445,10 @@ def run_attention(
             self, site
         )
         try:
-            with hooked(site.flash, socket.flash) if site.flash else nullcontext(), socket:
+            functions = site.flash
+            if site.entries and not torch.compiler.is_compiling():
+                functions = [*functions, *site.entries]
+            with hooked(functions, socket.flash) if functions else nullcontext(), socket:
                 out = base(self, *args, **kwargs)
         finally:
             socket.close()

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen._torch import pytree, refuse_nested
+from dampen._torch import (
+    in_functorch,
+    no_torch_function,
+    pytree,
+    refuse_nested,
+    saved_tensors_are_hooked,
+    version_of,
+)
+from dampen.calls import BranchCall, waiting_of
 from dampen.containers import first_of, with_first
-from dampen.hooks.adapters import read_adapter
 from dampen.hooks.context import (
     AtRole,
     AtWork,
@@ -28,11 +35,185 @@ from dampen.hooks.context import (
     frame_of,
     open_frame,
 )
+from dampen.hooks.discover.roles import kind_of, read_adapter, weight_of
 from dampen.hooks.residual import ResidualSocket
-from dampen.hooks.roles import kind_of, weight_of
-from dampen.hooks.stream import StreamSocket, may_stream
+from dampen.hooks.tracing.products import heads_of
 from dampen.names import leave_out
-from dampen.regularizer import BLOCK_STAGES, LinearCall, Regularizer, check_only_reads
+from dampen.regularizer import BLOCK_STAGES, STEP_STAGES, LinearCall, Regularizer, check_only_reads
+
+if TYPE_CHECKING:
+    from dampen.hooks.discover.sites import LayerPlan
+
+
+# --- the stream itself tells
+#
+# The quickest way to a residual branch: the stream itself tells when something is added to it.
+#
+# The tracer in `residual.py` follows every tensor of a block through a function mode, and each torch function
+# of the block pays for it. Where several forwards have done nothing with the stream but `stream
+# + branch`, out of place and by the operator, the stream is given a class of its own for the
+# length of one forward: `x + b` then comes here, and nothing else is touched. The additions,
+# the attentions that ran before each, and the block's output are compared with what was
+# followed. Where they differ, branches may have gone past the regularizers: what the forward
+# did is undone (draws, penalties), the block is run again from its input and followed, and its
+# stream is never trusted again. A block that alternates from the start is never streamed, and
+# nothing of it runs twice.
+
+STEADY = 3
+"""So many forwards must have been like the first before a stream is trusted."""
+LEARNING = 2
+"""So many forwards may depart from the one before: an attention learns its layout in the first."""
+
+
+class Stream(Tensor):
+    """A block's residual stream while the block runs: a plain tensor, but for additions."""
+
+    __torch_function__ = no_torch_function
+    _dampen_stream: StreamSocket
+
+    def __add__(self, other: Any) -> Tensor:
+        return self._dampen_stream.add(self, other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return self._dampen_stream.add(self, other)
+
+    def add(self, other: Any, **kwargs: Any) -> Tensor:
+        return self._dampen_stream.add(self, other, **kwargs)
+
+    def __iadd__(self, other: Any) -> Tensor:
+        return self._dampen_stream.add_otherwise(self, other)
+
+    def add_(self, other: Any, **kwargs: Any) -> Tensor:
+        return self._dampen_stream.add_otherwise(self, other, **kwargs)
+
+
+class StreamSocket:
+    """One forward of a block whose way of adding is known."""
+
+    def __init__(
+        self,
+        regularizers: Sequence[Regularizer],
+        active: Sequence[Regularizer],
+        x: Tensor,
+        layer: Layer,
+        frame: Frame,
+    ) -> None:
+        assert layer.residual_memory is not None  # `may_stream` has looked
+        self.regularizers, self.active, self.layer, self.frame = regularizers, active, layer, frame
+        self.memory, self.root = layer.residual_memory, x
+        self.sums: list[Tensor] = []
+        self.departed = False  # whether the block adds otherwise this time
+        self.thread = threading.get_ident()
+        self.version, self.random = version_of(x), torch.get_rng_state()
+        self.penalties = [waiting_of(r) for r in active]
+        frame.residual = self
+        self._open(x)
+
+    def _open(self, t: Tensor) -> None:
+        t._dampen_stream = self  # type: ignore[attr-defined]
+        t.__class__ = Stream  # no view, no node in the graph; `close` takes it back
+
+    def add(self, residual: Tensor, branch: Any, **kwargs: Any) -> Tensor:
+        """stream + branch, with the regularizers on the branch."""
+        if threading.get_ident() != self.thread:  # the same tensor in a forward of another thread
+            return torch.add(residual, branch, **kwargs)
+        number, memory = len(self.sums), self.memory
+        if (
+            self.departed
+            or number == len(memory.roles)
+            or residual is not (self.sums[-1] if number else self.root)
+            or kwargs
+            or type(branch) is not Tensor
+            or branch.shape != residual.shape
+            or self.frame.attended != memory.attended[number]
+        ):
+            return self.add_otherwise(residual, branch, **kwargs)
+        call = BranchCall(memory.roles[number], residual, self.layer.site, memory=self.frame.memory)
+        residual.__class__ = (
+            Tensor  # a method may add to what it reads, and that is no addition of the block's
+        )
+        try:
+            for r in self.regularizers:
+                branch = r.branch(branch, call)
+        finally:
+            residual.__class__ = Stream
+        if not call.skip and not memory.apart:  # refused where it is followed
+            return self.add_otherwise(residual, branch)
+        if call.skip:
+            out = torch.add(residual, branch)
+        else:  # in the dtype and shape that the sum would have had
+            out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
+        out = out if type(out) is Tensor else out.as_subclass(Tensor)
+        self.sums.append(out)
+        self._open(out)
+        return out
+
+    def add_otherwise(self, residual: Tensor, other: Any, **kwargs: Any) -> Tensor:
+        """A sum that was not there before: this forward will be undone, so nothing may be changed in place."""
+        self.departed = True
+        return torch.add(residual, other, **kwargs).as_subclass(Tensor)
+
+    def see_queries(self, q: Tensor) -> None:
+        """The layout of an attention is that of the forwards before."""
+
+    def leave(self, out: Any) -> None:
+        """An attention module has run."""
+        self.frame.attended += 1
+
+    def close(self) -> None:
+        """Make plain tensors of the stream again, whatever ended the forward."""
+        for t in (self.root, *self.sums):
+            t.__class__ = Tensor
+            del t._dampen_stream  # type: ignore[attr-defined]
+
+    def is_as_before(self, out: Any) -> bool:
+        """Whether every branch was seen and the last sum is what the block gives out."""
+        return (
+            not self.departed
+            and len(self.sums) == len(self.memory.roles)
+            and first_of(out) is self.sums[-1]
+        )
+
+    def undo(self, block: nn.Module) -> None:
+        """Take back what the forward has drawn and noted, so that the block can run again and be followed."""
+        self.layer.residual_memory, self.layer.residual_departures = None, LEARNING + 1
+        if version_of(self.root) != self.version:
+            names = ", ".join(sorted({r.name for r in self.regularizers}))
+            raise RuntimeError(
+                f"{type(block).__name__} at '{self.layer.site.name}' adds to its residual stream in another way than "
+                f"in the forwards before, and has changed its input in place, so that it cannot be run again for "
+                f"{names}. Run the step again, which looks anew."
+            )
+        torch.set_rng_state(self.random)
+        for r, penalties in zip(self.active, self.penalties, strict=True):
+            for key in waiting_of(r):
+                del r._penalties[key]
+            r._penalties.update(penalties)
+        self.frame.restart()
+
+
+def may_stream(layer: Layer, x: Tensor, roots: int) -> bool:
+    """Whether a block's stream can be given a class of its own in this forward. Not while tensors that autograd saves
+    are replaced (checkpoints), because a forward that is undone would have saved some; and on the CPU alone, where the
+    state of the random numbers costs two microseconds to keep."""
+    if torch.compiler.is_compiling() or layer.residual_departures > LEARNING:
+        return False
+    if layer.residual_same < STEADY:
+        return False
+    memory = layer.residual_memory
+    return (
+        memory is not None
+        and memory.by_operator
+        and roots == 1
+        and type(x) is Tensor
+        and x.device.type == "cpu"
+        and not x.is_inference()
+        and not in_functorch()
+        and not saved_tensors_are_hooked()
+    )
+
+
+# --- blocks and their linear layers
 
 
 def block_forward(base: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,3 +566,146 @@ def run_linear(
             if frame.call.followed is not None:
                 frame.call.followed.start(y, -1, call)
     return y
+
+
+# --- only the samples that keep a branch
+#
+# Run a sublayer on the samples that keep its branch: the others' branch is multiplied by 0
+# anyway.
+#
+# The method draws which samples stay when the sublayer starts, and multiplies the branch where
+# it is added. So whatever stands between the two (an output projection with a bias, LayerScale)
+# changes nothing: what a dropped sample gets there is not used.
+
+SIMPLE = (bool, int, float, str, type(None))
+
+
+class SubsetSite:
+    """What is kept on a sublayer that may run on some samples of a batch."""
+
+    def __init__(self, layer: Layer, skipper: Regularizer, part: str, heads: int | None) -> None:
+        self.layer, self.skipper, self.part, self.heads = layer, skipper, part, heads
+
+    def tell(self, reason: str) -> None:
+        """Let `print(reg)` say that a forward ran the sublayer on all samples."""
+        said = f"the {self.part} ran on all samples, {reason}"
+        if said not in self.skipper.not_skipped:
+            self.skipper.not_skipped = " and ".join(filter(None, (self.skipper.not_skipped, said)))
+
+
+def subset_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a sublayer on the kept samples, with zeros for the others."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: SubsetSite = self._dampen_subset
+        frame = frame_of(site.layer)
+        if frame is None or frame.work is None or site.skipper not in frame.work.methods:
+            return base(self, *args, **kwargs)
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        x = next((v for v in leaves if isinstance(v, Tensor)), None)
+        if x is None:
+            return base(self, *args, **kwargs)
+        reason = why_not(x, leaves, frame.samples, site.heads)
+        if reason:
+            site.tell(reason)
+            return base(self, *args, **kwargs)
+        kept = site.skipper.keep_samples(x, frame.memory)
+        if kept is None:
+            return base(self, *args, **kwargs)
+        some_x = x[kept]  # once: attention knows by identity that queries, keys and values are one
+        some = list(leaves)
+        for i, v in enumerate(leaves):
+            if v is x:
+                some[i] = some_x
+            elif isinstance(v, Tensor) and is_by_sample(v, x, site.heads):
+                some[i] = v[kept]
+        args, kwargs = pytree.tree_unflatten(some, form)
+        found, form = pytree.tree_flatten(base(self, *args, **kwargs))
+        whole = [spread(v, kept, x, site.heads) if isinstance(v, Tensor) else v for v in found]
+        return pytree.tree_unflatten(whole, form)
+
+    return forward
+
+
+def is_by_sample(v: Tensor, x: Tensor, heads: int | None) -> bool | None:
+    """Whether an argument's first axis is the samples of x (B, N, D); None where that cannot be told.
+
+    A tensor (H, N, M), one bias for each head, looks like one for each sample where H equals B.
+    """
+    batch, tokens, width = x.shape
+    if v is x:
+        return True
+    if v.ndim == 0 or v.shape[0] == 1 or (v.ndim <= 2 and v.shape[0] == tokens):
+        return False
+    if v.shape[0] != batch:
+        return None
+    if v.ndim == 2:
+        return True if v.shape[1] == tokens else None
+    if v.ndim == 4 and v.shape[1] in (1, heads) and v.shape[2] in (1, tokens):
+        return True
+    distinct = heads not in (None, batch) or (v.shape == x.shape and width != tokens)
+    return True if v.shape[1] == tokens and distinct else None
+
+
+def why_not(x: Tensor, leaves: list[Any], samples: int | None, heads: int | None) -> str:
+    """Why a sublayer with these arguments runs on all samples; empty where it need not."""
+    if any(not isinstance(v, (Tensor, *SIMPLE)) for v in leaves):
+        return "an argument may carry states (a cache)"
+    if x.ndim != 3 or x.shape[0] == x.shape[1]:
+        return "the axis of the samples cannot be told from that of the tokens"
+    if x.shape[0] != samples:
+        return "its first axis is not the samples of the block (windows?)"
+    if any(isinstance(v, Tensor) and is_by_sample(v, x, heads) is None for v in leaves):
+        return "an argument's axis of the samples cannot be told"
+    return ""
+
+
+def spread(some: Tensor, kept: Tensor, x: Tensor, heads: int | None) -> Tensor:
+    """A result of the kept samples in their places, 0 elsewhere; what is not by sample as it is."""
+    batch, tokens = x.shape[:2]
+    states = some.ndim > 1 and some.shape[1] == tokens
+    weights = some.ndim == 4 and some.shape[1] == heads and len(kept) > 1
+    if some.ndim == 0 or some.shape[0] != len(kept) or not (states or weights):
+        return some
+    return some.new_zeros((batch, *some.shape[1:])).index_copy(0, kept, some)
+
+
+def open_subsets(plan: LayerPlan, layer: Layer) -> list[tuple[nn.Module, SubsetSite]]:
+    """The sublayers of a layer that a method may run on some samples; the method is told why none,
+    or only some."""
+    skipper = next((c for c in layer.clones if c.skips_samples), None)
+    if skipper is None:
+        return []
+    others = [c for c in layer.clones if c is not skipper and c.stages - set(STEP_STAGES)]
+    if others or plan.block is None:
+        by = type(others[0]).__name__ if others else "the model, which has no module for the layer"
+        skipper.not_skipped = f"nothing is skipped beside {by}"
+        return []
+    if any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in skipper.neighbors):
+        skipper.not_skipped = "nothing is skipped, the samples are on the second axis"
+        return []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in plan.block.modules()):
+        skipper.not_skipped = "nothing is skipped, batch norm mixes the samples"
+        return []
+    feed_forward = [m.module for m in plan.linears.values() if m.role in ("ffn_in", "ffn_out")]
+    holder = smallest_around(plan.block, feed_forward)
+    sublayers = [(m, "attention") for m in plan.attentions.values()]
+    heads = next(filter(None, map(heads_of, plan.attentions.values())), None)
+    if holder is plan.block or holder is None or any(a in holder.modules() for a, _ in sublayers):
+        skipper.not_skipped = "no module holds the feed-forward alone, so it runs on all samples"
+    else:
+        sublayers.append((holder, "feed-forward"))
+    return [(m, SubsetSite(layer, skipper, part, heads)) for m, part in sublayers]
+
+
+def smallest_around(block: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
+    """The smallest module of a block that holds all of some modules, more than one of them.
+
+    Args:
+        block: where to look.
+        parts: modules in it.
+    """
+    if len(parts) < 2:
+        return None
+    holding = [m for m in block.modules() if all(p in set(m.modules()) for p in parts)]
+    return min(holding, key=lambda m: len(list(m.modules())), default=None)

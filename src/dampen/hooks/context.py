@@ -1,28 +1,17 @@
-"""One context per forward of a block, and what is kept on the modules of a model while regularizers are attached.
-
-A block asks once which of its methods are at work (`Layer.at_work`), makes one context and hands it down: its
-attention and its linear layers find it there (`frame_of`) and ask nothing again. What a set of methods means for
-each place is worked out once too (`AtWork`), not in every forward.
-
-A context is opened when the block's forward starts and closed when it ends, whatever ended it, so that an error
-leaves nothing behind. Each thread has its own: a layer keeps the open ones in a list and `frame_of` finds that of the
-calling thread. A ContextVar or `threading.local` would be the usual means, but both end a compiled graph; inside one
-there is a single thread, and its context carries no thread at all.
-"""
+"""One context per forward of a block, and what is kept on the modules of a model while regularizers are attached."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from dampen._torch import in_backward
 from dampen.calls import Penalties
-from dampen.hooks.entry import EntrySite
-from dampen.hooks.own_dropout import OwnRate
 from dampen.regularizer import (
     ATTENTION_STAGES,
     LINEAR_STAGES,
@@ -34,16 +23,66 @@ from dampen.regularizer import (
 from dampen.two_pass.doubled import DoubledBatch
 
 if TYPE_CHECKING:
+    from dampen.hooks.block import StreamSocket
+    from dampen.hooks.builtin_dropout import OwnRate
+    from dampen.hooks.discover.depth import Order
     from dampen.hooks.experts import Routing
-    from dampen.hooks.flash import FlashFunction
-    from dampen.hooks.memory import Memory
-    from dampen.hooks.optimizer import AttachedOptimizer
-    from dampen.hooks.order import Order
-    from dampen.hooks.padding import Padding
-    from dampen.hooks.residual import ResidualSocket
-    from dampen.hooks.stream import StreamSocket
+    from dampen.hooks.library_backends import FlashFunction
+    from dampen.hooks.model import Padding
+    from dampen.hooks.residual import Memory, ResidualSocket
+    from dampen.hooks.weights import AttachedOptimizer
     from dampen.kernels.attend import Needs
     from dampen.regularizer import Call
+
+
+# --- entries that pass the model's own forward by
+#
+# Entries that pass the model's own forward by: `forward_features`, `encode`, a block called
+# alone.
+#
+# What sits in the layers works there too. What needs the model's forward (the stage `inputs`,
+# and methods that compare two passes) does not, and this is where it is noticed: in the first
+# block that regularizers were put into.
+
+
+class EntrySite:
+    """What is kept on the first block: the way to the model's site."""
+
+    def __init__(self) -> None:
+        self.model: ModelSite | None = (
+            None  # set by the model's site, and not copied along: a copy of one block is one
+        )
+
+    def check(self, training: bool) -> None:
+        """Raise where a method was passed by, and note it where a step of two passes was."""
+        model = self.model
+        if model is None or not model.enabled or torch.compiler.is_compiling() or in_backward():
+            return
+        model.ledger.enter_block(training)
+        passed = [r for r in model.own if "inputs" in r.stages and model.acts(r, training)]
+        if passed and model.ledger.strict and not model.ledger.is_inside():
+            name = type(passed[0]).__name__
+            raise RuntimeError(
+                f"{name} acts on the model's input, but a block was reached without the model's forward "
+                "(through forward_features, encode or a submodule), so it would do nothing. Call the model itself, "
+                f"regularize the part that you call, or say that you mean it: regularize(..., strict=False)."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": None}
+
+
+def entry_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of the first block, which looks whether the model's forward is under way."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._dampen_entry.check(self.training)
+        return base(self, *args, **kwargs)
+
+    return forward
+
+
+# --- sites, layers and frames
 
 
 class AtRole:
@@ -269,7 +308,7 @@ class AttentionSite:
             str, str
         ] = {}  # q, k, v -> the fused map of which no rows are known to make them
         self.path: tuple[int, list[str]] | None = (
-            None  # the way of eager scores in the forward before; see `eager.py`
+            None  # the way of eager scores in the forward before; see `tracing/eager.py`
         )
         # shape -> whether dampen's attention gives what the model's own code gives; None: not asked
         self.replaced: dict[Any, bool] | None = None
@@ -279,6 +318,7 @@ class AttentionSite:
         )
         self.kernel: object = None  # the one that ran last
         self.flash: list[FlashFunction] = []  # functions of flash_attn and the like that it calls
+        self.entries: list[FlashFunction] = []  # of Hugging Face's registry, outside graphs
 
     def knows_tokens(self) -> bool:
         """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""

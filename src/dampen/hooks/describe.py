@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from dampen.hooks.find import find_attentions, find_layers, find_outside, parts_of
-from dampen.hooks.own_dropout import describe_own
+from dampen.hooks.builtin_dropout import describe_own
+from dampen.hooks.discover.sites import find_attentions, find_layers, find_outside, parts_of
 from dampen.native import library
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
 

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from dampen._torch import pytree
 from dampen.hooks.block import apply_linear, layer_valid
 from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
+from dampen.hooks.discover.layer import LISTS, Attentions, LinearPlan, closest, inside
+from dampen.hooks.discover.roles import FFN_IN, FFN_OUT, is_linear
+from dampen.hooks.discover.source import names_any
 from dampen.hooks.residual import call_torch
-from dampen.hooks.roles import FFN_IN, FFN_OUT, is_linear
-from dampen.hooks.scope import LISTS, Attentions, LinearPlan, closest, inside
-from dampen.hooks.source import names_any
 from dampen.names import leave_out
 from dampen.regularizer import LINEAR_STAGES, LinearCall, Regularizer, UnsupportedModel
 

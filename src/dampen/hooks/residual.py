@@ -18,27 +18,283 @@ other way raises.
 To follow every tensor costs more than the methods that ask for it. So what a forward did is remembered: its torch
 functions in their order, and where the operands of each residual addition came from, by whatever rule it was found.
 While the next forward calls the same functions, it is only compared with that; where it departs, it is followed from
-its start after all."""
+its start after all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dampen._torch import version_of
 from dampen.calls import BranchCall
 from dampen.containers import first_of, tensors_in
-from dampen.hooks.memory import ADDITIONS, Entry, Found, Memory, attends, remember, role_of
-from dampen.hooks.origins import CLEAN, MAPS, Origins, leaves
+from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
 from dampen.names import leave_out
 from dampen.regularizer import Regularizer
 
 if TYPE_CHECKING:
-    from dampen.hooks.context import Frame, Layer
+    from dampen.hooks.context import Layer
+
+
+# --- where a tensor came from
+#
+# Where the tensors of a block's forward came from: through which sublayers, made by which
+# function of which others.
+
+MAPS = set(
+    "linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split()
+)
+_AFFINE = MAPS | set(
+    "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d max_pool2d max_pool1d adaptive_avg_pool2d "
+    "adaptive_max_pool2d amax mean view reshape reshape_as permute transpose movedim flatten unflatten contiguous "
+    "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul __mul__ interpolate boolean_dispatch leave".split()
+)
+CLEAN: frozenset[str] = frozenset()
+
+
+class Origins:
+    """The known tensors of one forward."""
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self.tensors: list[
+            Tensor
+        ] = []  # those that are known, kept alive so that an id means one tensor
+        self.labels: list[frozenset[str]] = []  # the sublayers that each came through; none: clean
+        self.makers: list[
+            tuple[str, list[int]]
+        ] = []  # the function that made each, and what of the known it read
+        self.places: dict[
+            int, int
+        ] = {}  # id -> index, outside of compiled graphs, which know no ids
+        for root in roots:
+            self.put(root, CLEAN)
+
+    def of(self, value: Any) -> frozenset[str] | None:
+        """The sublayers that a tensor came through; None where it is not known."""
+        place = self.place(value)
+        return None if place is None else self.labels[place]
+
+    def place(self, value: Any) -> int | None:
+        """The number of a known tensor."""
+        if not isinstance(value, Tensor):
+            return None
+        if not torch.compiler.is_compiling():
+            return self.places.get(id(value))
+        for i in range(len(self.tensors) - 1, -1, -1):
+            if self.tensors[i] is value:
+                return i
+        return None
+
+    def put(
+        self, out: Any, labels: frozenset[str], name: str = "", read: Sequence[int] = ()
+    ) -> None:
+        """Know what a function gave, and by which of the known."""
+        for value in (out,) if isinstance(out, Tensor) else leaves((out,), {}):
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+                continue
+            # indices of tokens that an attention keeps (ATS) are no branch, nor is what they pick
+            if value.dtype.is_floating_point or value.dtype.is_complex:
+                self.tensors.append(value)
+                self.labels.append(labels)
+                self.makers.append((name, list(read)))
+                if not torch.compiler.is_compiling():
+                    self.places[id(value)] = len(self.tensors) - 1
+
+    def is_single_map(self, place: int) -> bool:
+        """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
+        return self._count_maps(place, _AFFINE) == 1
+
+    def map_behind(self, place: int) -> int:
+        """What the last linear map before a tensor gave, or the tensor itself where there is none."""
+        todo = [place]
+        while todo:
+            here = todo.pop()
+            if self.makers[here][0] in MAPS:
+                return here
+            todo.extend(p for p in self.makers[here][1] if self.labels[p])
+        return place
+
+    def is_beside_a_map(self, place: int) -> bool:
+        """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
+        between them but dropout (LoRA)."""
+        maps = self._count_maps(place, _AFFINE | {"dropout"})
+        return maps == 1 or (
+            maps is not None and not any(x.startswith("attention") for x in self.labels[place])
+        )
+
+    def _count_maps(self, place: int, allowed: frozenset[str] | set[str]) -> int | None:
+        """How many linear maps lie between the stream and a tensor; None where anything does that is not allowed."""
+        maps, seen, todo = 0, {place}, [place]
+        while todo:
+            name, read = self.makers[todo.pop()]
+            if name not in allowed:
+                return None
+            maps += name in MAPS
+            fresh = {p for p in read if self.labels[p]} - seen
+            seen |= fresh
+            todo.extend(fresh)
+        return maps
+
+    def comes_from(self, place: int, start: int, mapped: bool = False) -> bool:
+        """Whether a tensor was computed from another one, through at least one map (or any way: `mapped`)."""
+        todo: list[tuple[int, bool]] = [(place, mapped)]
+        seen: set[tuple[int, bool]] = set()
+        while todo:
+            here, mapped = todo.pop()
+            if here == start:
+                if mapped:
+                    return True
+                continue
+            name, read = self.makers[here]
+            mapped = mapped or name in MAPS or name == "scaled_dot_product_attention"
+            fresh = {(p, mapped) for p in read if p >= start} - seen
+            seen |= fresh
+            todo.extend(fresh)
+        return False
+
+
+def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments and what lists among them hold."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            found.extend(value)
+        else:
+            found.append(value)
+    return found
+
+
+# --- what one forward did
+#
+# What one forward of a block did, so that the next one need only be compared with it; see
+# `ResidualSocket`.
+
+ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+
+
+class Found(NamedTuple):
+    """A residual addition, by whatever rule it was found."""
+
+    labels: frozenset[str]  # the sublayers of the branch
+    branch_first: bool  # whether the left operand is the branch
+    read: bool  # whether anything was computed from the sum before it
+    around: frozenset[str] = (
+        frozenset()
+    )  # sublayers that remade the stream: no residual goes around them
+    projected: bool = False  # whether the other operand is a projected shortcut
+    resized: bool | None = (
+        None  # whether it is of another size than the stream, where the rule asked for that
+    )
+
+
+class Addition(NamedTuple):
+    """A residual addition that is remembered, and which calls made its operands."""
+
+    left: int
+    right: int
+    found: Found
+
+
+class Memory(NamedTuple):
+    """What one forward of a block did, call by call; an attention module that ends is a call of None."""
+
+    functions: tuple[Any, ...]
+    additions: dict[
+        int, Addition | None
+    ]  # by the number of the call; None: an attention, which tells its layout
+    result: int  # the call that gave the block's output
+    by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
+    roles: tuple[str, ...]  # of the branches, in their order
+    attended: tuple[int, ...]  # how many attention modules had run before each
+    apart: (
+        bool  # whether every sum was read before the next one: no two branches stand side by side
+    )
+
+
+Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
+"""A call: function, arguments, what came out, attentions it ran in, and what is known of it where it is a residual
+addition."""
+
+
+def remember(
+    roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_stream: bool
+) -> Memory | None:
+    """A forward, for the next; None where an operand of an addition was made by no call of its own."""
+    made = {id(root): -1 - i for i, root in enumerate(roots)}
+    additions: dict[int, Addition | None] = {}
+    roles: list[str] = []
+    attended: list[int] = []
+    ended = 0
+    for number, (func, args, _, result, _, found) in enumerate(log):
+        if found is not None:
+            left, right = made.get(id(args[0])), made.get(id(args[1]))
+            if left is None or right is None:
+                return None
+            additions[number] = Addition(left, right, found)
+            roles.append(role_of(found.labels))
+            attended.append(ended)
+        elif func is None:
+            ended += 1
+        elif attends(func):
+            additions[number] = None
+        made[id(result)] = number
+    if id(out) not in made:
+        return None
+    by_operator = may_stream and len(roots) == 1 and _by_operator(roots[0], log, additions)
+    functions = tuple(entry[0] for entry in log)
+    apart = all([plan.found.read for plan in additions.values() if plan is not None][1:])
+    return Memory(
+        functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended), apart
+    )
+
+
+def _by_operator(x: Tensor, log: Sequence[Entry], additions: dict[int, Addition | None]) -> bool:
+    """Whether every sum is `stream + branch` by the operator, on the block's input or the sum before, and nothing else
+    is ever added to the stream."""
+    if x.ndim != 3 or x.shape[0] == x.shape[1]:
+        return False
+    stream, number_of_last = x, -1
+    for number, (func, args, _, out, _, found) in enumerate(log):
+        adds = getattr(func, "__name__", "") in ADDITIONS
+        plan = additions.get(number)
+        if adds and plan is not None:
+            residual, place = (
+                (args[1], plan.right) if plan.found.branch_first else (args[0], plan.left)
+            )
+            same = residual.shape == args[0].shape == args[1].shape
+            if (
+                func is not Tensor.add
+                or residual is not stream
+                or place != number_of_last
+                or not same
+            ):
+                return False
+            stream, number_of_last = out, number
+        elif (adds or func is torch.add or found is not None) and any(
+            value is stream for value in args
+        ):
+            return False
+    return True
+
+
+def attends(func: Any) -> bool:
+    """Whether a torch function is attention as a whole."""
+    return func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward
+
+
+def role_of(labels: frozenset[str]) -> str:
+    """attention, ffn, or parallel for both."""
+    kinds = sorted({label.split()[0] for label in labels})
+    return kinds[0] if len(kinds) == 1 else "parallel"
+
+
+# --- following the data
 
 _LOOKS = {
     "__get__",
@@ -391,3 +647,172 @@ class ResidualSocket(TorchFunctionMode):
         may_stream = stateless and seen and not self.removed
         self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
         self.layer.residual_same = 0
+
+
+# --- layers that are no module
+#
+# Residual branches of layers that are no module: the model keeps attention and feed-forward
+# side by side in a list or a dictionary and adds their residuals itself (vit-pytorch,
+# x-transformers, FT-Transformer).
+#
+# The module whose forward runs them, the owner, is followed as a block is, all
+# of its layers at once. A branch is what came through a part of a layer, and belongs to the
+# layer whose part ran last. What the owner computes outside of these parts (an embedding, a
+# convolution between stages, a head) makes no branch.
+
+
+class OwnerSite:
+    """What is kept on a module that runs layers which are no modules."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.layers: list[tuple[Layer, bool]] = []  # with whether each has a feed-forward
+
+
+class PartSite:
+    """What is kept on a part of such a layer: attention, feed-forward, a norm."""
+
+    def __init__(self, layer: Layer, owner: str) -> None:
+        self.layer, self.owner = layer, owner
+
+
+class OwnerFrame(Frame):
+    """The frame of an owner's forward: attention runs in the frames of its layers."""
+
+    def __init__(self, frames: Sequence[Frame], block: nn.Module) -> None:
+        self.frames = list(frames)
+        super().__init__(None, block)
+
+    @property
+    def inside(self) -> int:
+        return sum(frame.inside for frame in self.frames)
+
+    @inside.setter
+    def inside(self, value: int) -> None:
+        """Counted in the frames of the layers."""
+
+
+class OwnerSocket(ResidualSocket):
+    """Shows each residual branch of an owner's layers to the regularizers of its layer."""
+
+    def __init__(
+        self, site: OwnerSite, acting: dict[int, list[Regularizer]], roots: Any, frame: OwnerFrame
+    ) -> None:
+        self.site, self.acting, self.current = site, acting, site.layers[0][0]
+        self.branches: dict[int, list[str]] = {}  # layer -> the roles of its branches so far
+        self.running = 0  # parts that are running
+        super().__init__([r for rs in acting.values() for r in rs], roots, self.current, frame)
+        self.memory = None  # followed anew in every forward
+
+    def enter(self, layer: Layer) -> None:
+        """A part of a layer starts."""
+        self.current, self.running = layer, self.running + 1
+        self.branches.setdefault(id(layer), [])
+
+    def _label(self, whole: bool) -> frozenset[str]:
+        return super()._label(whole) if self.running else CLEAN
+
+    def _add(self, residual: Tensor, branch: Tensor, found: Found) -> Tensor:
+        self.layer, self.regularizers = self.current, self.acting.get(id(self.current), [])
+        self.branches.setdefault(id(self.current), []).append(role_of(found.labels))
+        return super()._add(residual, branch, found)
+
+    def check_all(self) -> None:
+        """Raise where a part that ran was not added."""
+        names = ", ".join(sorted({r.name for rs in self.acting.values() for r in rs}))
+        attended = {f"attention {i + 1}" for i in range(self.frame.attended)}
+        missing = ["attention"] if attended - self.covered else []
+        for layer, feeds in self.site.layers:
+            roles = self.branches.get(id(layer))
+            if roles is not None and feeds and not {"ffn", "parallel"} & set(roles):
+                missing.append(f"the feed-forward of '{layer.site.name}'")
+        if missing:
+            raise RuntimeError(
+                f"{type(self.frame.block).__name__} at '{self.site.name}' runs its layers itself, and not every branch "
+                f"was seen to be added to the residual stream ({', '.join(missing)} not), so {names} cannot act on "
+                f"its branches. Write them as x = x + branch(x), or {leave_out(self.site.layers[0][0].site.name)}."
+            )
+
+
+class OfLayer:
+    """The socket of an owner, as the attention of one of its layers reports to it."""
+
+    def __init__(self, socket: OwnerSocket, layer: Layer) -> None:
+        self.socket, self.layer = socket, layer
+
+    def leave(self, out: Any) -> None:
+        self.socket.leave(out)
+
+
+def owner_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module that runs layers which are no modules, with the stage branch open."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: OwnerSite = self._dampen_owner
+        acting = {
+            id(layer): [r for r in layer.active(self) if "branch" in r.stages]
+            for layer, _ in site.layers
+        }
+        if not any(acting.values()):
+            return base(self, *args, **kwargs)
+        opened = [layer for layer, _ in site.layers if frame_of(layer) is None]
+        for layer in opened:
+            open_frame(layer)
+        frames: list[Any] = [frame_of(layer) for layer, _ in site.layers]
+        roots = [t for t in leaves(args, kwargs) if isinstance(t, Tensor)]
+        roots.sort(key=lambda t: not t.is_floating_point())
+        socket = OwnerSocket(site, acting, roots, OwnerFrame(frames, self))
+        try:
+            for (layer, _), frame in zip(site.layers, frames, strict=True):
+                frame.residual = OfLayer(socket, layer)
+            with socket:
+                out = base(self, *args, **kwargs)
+            socket.check_all()
+            return out
+        finally:
+            for frame in frames:
+                frame.residual = None
+            for layer in opened:
+                close_frame(layer, layer.frames[-1])
+
+    return forward
+
+
+def part_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a part of a layer that is no module: it says which layer is running."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: PartSite = self._dampen_part
+        frame = frame_of(site.layer)
+        if frame is not None and isinstance(frame.residual, OfLayer):
+            socket = frame.residual.socket
+            socket.enter(site.layer)
+            try:
+                return base(self, *args, **kwargs)
+            finally:
+                socket.running -= 1
+        if any("branch" in r.stages for r in site.layer.active(self)):
+            raise RuntimeError(
+                f"A part of the layer '{site.layer.site.name}' ran outside the forward of '{site.owner}', which holds "
+                f"it, so its residual branches cannot be seen. Call that, or {leave_out(site.layer.site.name)}."
+            )
+        return base(self, *args, **kwargs)
+
+    return forward
+
+
+def owner_of(model: nn.Module, name: str) -> str:
+    """The module whose forward runs the parts of the layer `name`: the closest one around them that has a forward."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        above = ".".join(parts[:end])
+        if not isinstance(model.get_submodule(above), nn.ModuleList | nn.ModuleDict):
+            return above
+    return ""
+
+
+def parts_with_forward(module: nn.Module) -> list[nn.Module]:
+    """The modules that run where an element of a list does: itself, or what it holds."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [module]
+    return [part for child in module.children() for part in parts_with_forward(child)]

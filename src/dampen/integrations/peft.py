@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from dampen.handle import Handle
-from dampen.hooks.adapters import connect_adapters, is_lora
+from dampen.hooks.discover.roles import connect_adapters, is_lora
 
 
 def connect(reg: Handle) -> int:

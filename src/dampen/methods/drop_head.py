@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dampen.hooks.find import find_attentions
-from dampen.hooks.layout import heads_of
+from dampen.hooks.discover.sites import find_attentions
+from dampen.hooks.tracing.products import heads_of
 from dampen.masks import few_kept
 from dampen.regularizer import Call, Regularizer, UnsupportedModel
 from dampen.schedules import Value

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dampen.hooks.find import find_layers
-from dampen.hooks.swap import is_swapped
+from dampen.hooks.discover.sites import find_layers
+from dampen.hooks.patch import is_swapped
 from dampen.masks import few_kept
 from dampen.names import leave_out
 from dampen.regularizer import Regularizer

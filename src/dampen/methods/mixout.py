@@ -22,7 +22,7 @@ from dampen.calls import check_whole
 from dampen.functional.explicit.layers import Term, map_penalty
 from dampen.functional.explicit.projections import fit, sequence_first
 from dampen.functional.explicit.reductions import as_wide, no_autocast
-from dampen.hooks.roles import weight_of
+from dampen.hooks.discover.roles import weight_of
 from dampen.masks import drop
 from dampen.methods.drop_connect import GROUPS, check_targets
 from dampen.regularizer import Call, LinearCall, Regularizer, UnsupportedModel

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from dampen._torch import scale_in_place
-from dampen.hooks.find import find_layers
+from dampen.hooks.discover.sites import find_layers
 from dampen.regularizer import Regularizer, StepCall
 from dampen.schedules import Value
 

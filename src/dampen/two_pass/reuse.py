@@ -26,7 +26,7 @@ from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubl
 from dampen.two_pass.own_randomness import own_randomness
 
 if TYPE_CHECKING:
-    from dampen.hooks.find import LayerPlan
+    from dampen.hooks.discover.sites import LayerPlan
 
 
 class SharedBlocks:

@@ -230,7 +230,7 @@ def regularized_step(subject: Subject, variant: Variant) -> Step:
         variant: the method as it is measured.
     """
     import dampen
-    from dampen.hooks.find import find_layers
+    from dampen.hooks.discover.sites import find_layers
     from dampen.studies.methods_text import build_methods
 
     model = subject.copy()

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from dampen.deprecated import accepts_old_arguments
 from dampen.handle import Handle
-from dampen.hooks.own_dropout import OwnRate, choose_own, find_own
-from dampen.hooks.sampling import sampling_own
+from dampen.hooks.builtin_dropout import OwnRate, choose_own, find_own, sampling_own
 from dampen.schedules import as_schedule, check_progress, per_layer
 from dampen.studies.trainer.data import derive
 

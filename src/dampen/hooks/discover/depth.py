@@ -1,9 +1,4 @@
-"""The depth of layers: their place in the order in which they run, from 0 to 1 in each tower of the model.
-
-Until a forward has shown it, the order is that in which the model lists its modules, and mostly that is right. Where a
-forward runs them otherwise (a UNet's middle block is made last, a loop runs backwards) layers change places before the
-next one. A forward that leaves layers out moves only those that it ran. A compiled graph cannot be watched: run one
-plain forward before, as `regularize(..., example=...)` does."""
+"""The depth of layers: their place in the order in which they run, from 0 to 1 in each tower of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from dampen.hooks.scope import names_below
+from dampen.hooks.discover.layer import names_below
 from dampen.regularizer import Site
 
 if TYPE_CHECKING:

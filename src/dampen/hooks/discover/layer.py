@@ -1,4 +1,4 @@
-"""The layer around an attention, found by structure: which module it is, and which linear maps are in it."""
+"""The layer around an attention, found by structure: which module it is, and which linear layers are in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dampen.hooks.roles import (
+from dampen.hooks.discover.roles import (
     attention_role,
     feed_forward_roles,
     is_adapter,
@@ -17,7 +17,7 @@ from dampen.hooks.roles import (
     linear_layers,
     weight_of,
 )
-from dampen.hooks.source import adds
+from dampen.hooks.discover.source import adds
 
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
 PROJECTIONS = {"q", "k", "v", "qkv", "kv"}

@@ -1,8 +1,4 @@
-"""Where regularizers can sit: the layers of a model, found by structure.
-
-A layer is one attention (or several, in a decoder block) with the feed-forward maps beside it. An attention module is
-one whose `forward` calls `F.scaled_dot_product_attention`, directly or through Hugging Face's attention interface; by
-name alone where the code does not tell (such a module must then prove itself on its first forward)."""
+"""Where regularizers can sit: the layers of a model, found by structure."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dampen.hooks.experts import ExpertsPlan, find_experts
-from dampen.hooks.roles import attention_role, feed_forward_roles, is_convolution, is_linear
-from dampen.hooks.scope import (
+from dampen.hooks.discover.layer import (
     LISTS,
     NAME,
     PROJECTIONS,
@@ -29,13 +23,20 @@ from dampen.hooks.scope import (
     refine_scopes,
     scope_of,
 )
-from dampen.hooks.source import (
+from dampen.hooks.discover.roles import (
+    attention_role,
+    feed_forward_roles,
+    is_convolution,
+    is_linear,
+)
+from dampen.hooks.discover.source import (
     adds,
     calls_socket,
     computes_attention,
     shows_no_softmax,
     shows_parts,
 )
+from dampen.hooks.experts import ExpertsPlan, find_experts
 from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
 
 _KEYLESS = re.compile(

@@ -7,7 +7,8 @@ then say without any convention which axis is the heads (Hiera's windows are as 
 convolutional projection make q, k and v, however they are interleaved (LeViT, TinyViT, MaxViT, DeBERTa). Where they do
 not say it, the numbers that arrive must be among those of the columns that the convention claims.
 
-It costs a few small calls, so a site whose first forward had nothing unusual is not followed again."""
+It costs a few small calls, so a site whose first forward had nothing unusual is not followed again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dampen.calls import claimed_rows
-from dampen.hooks.roles import is_convolution
+from dampen.hooks.discover.roles import is_convolution
 from dampen.regularizer import Call, LinearCall
 
 if TYPE_CHECKING:

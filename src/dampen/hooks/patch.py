@@ -1,21 +1,38 @@
-"""Put clones of the regularizers into a model: which sites open, and what each keeps."""
+"""Put regularizers into a live model, and take them off again.
+
+`attach` opens the sites that the methods need, `swap` gives a module another forward, `remove` restores the model. A
+swapped class keeps its name, its signature and its place under `isinstance`, so that state_dict keys,
+`save_pretrained` and code that inspects `forward` see the model they know.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dampen.hooks.adapters import connect_adapters, is_lora
-from dampen.hooks.context import AttentionSite, BlockSite, Layer, LinearSite, ModelSite
-from dampen.hooks.embeddings import find_embeddings, open_embeddings
-from dampen.hooks.entry import EntrySite
-from dampen.hooks.experts import ExpertsSite, check_experts, is_dispatched
-from dampen.hooks.find import (
+from dampen.hooks.attention import attention_forward, mark_forward
+from dampen.hooks.block import block_forward, linear_forward, open_subsets, subset_forward
+from dampen.hooks.builtin_dropout import sampled_forward
+from dampen.hooks.context import (
+    AttentionSite,
+    BlockSite,
+    EntrySite,
+    Layer,
+    LinearSite,
+    ModelSite,
+    entry_forward,
+)
+from dampen.hooks.discover.depth import Order, sites_of
+from dampen.hooks.discover.layer import LinearPlan
+from dampen.hooks.discover.roles import connect_adapters, is_lora, kind_of, weight_of
+from dampen.hooks.discover.sites import (
     FEED_FORWARD,
     ROLES_OF_ATTENTION,
     LayerPlan,
@@ -24,19 +41,41 @@ from dampen.hooks.find import (
     is_keyless,
     parts_of,
 )
-from dampen.hooks.flash import flash_functions
-from dampen.hooks.instance import check_own_forward
-from dampen.hooks.library_backend import find_backend, models_of
-from dampen.hooks.library_eager import find_eager
-from dampen.hooks.order import Order, sites_of
-from dampen.hooks.owner import OwnerSite, PartSite, owner_of, parts_with_forward
-from dampen.hooks.padding import open_padding
-from dampen.hooks.roles import kind_of, weight_of
-from dampen.hooks.scope import LinearPlan
-from dampen.hooks.source import calls_socket, shows_no_softmax
-from dampen.hooks.subset import open_subsets
-from dampen.hooks.swap import is_swapped, swap
-from dampen.hooks.whole_model import first_argument, model_input
+from dampen.hooks.discover.source import calls_socket, shows_no_softmax
+from dampen.hooks.experts import (
+    ExpertsSite,
+    check_experts,
+    eager_experts_forward,
+    experts_forward,
+    is_dispatched,
+)
+from dampen.hooks.library_backends import (
+    backend_forward,
+    find_backend,
+    find_eager,
+    flash_functions,
+    hidden_forward,
+    models_of,
+)
+from dampen.hooks.model import (
+    carrier_forward,
+    embedding_forward,
+    find_embeddings,
+    first_argument,
+    mask_forward,
+    model_forward,
+    model_input,
+    open_embeddings,
+    open_padding,
+)
+from dampen.hooks.residual import (
+    OwnerSite,
+    PartSite,
+    owner_forward,
+    owner_of,
+    part_forward,
+    parts_with_forward,
+)
 from dampen.names import leave_out
 from dampen.regularizer import (
     ATTENTION_STAGES,
@@ -49,7 +88,206 @@ from dampen.regularizer import (
 )
 from dampen.schedules import always_zero
 from dampen.two_pass.own_randomness import own_randomness
-from dampen.two_pass.reuse import SharedBlocks, plan_prefix
+from dampen.two_pass.reuse import SharedBlocks, plan_prefix, prefix_forward
+
+# --- a forward set on the instance
+#
+# A `forward` of a module's own, as an instance attribute: it hides the class's, and with it
+# every socket.
+#
+# Accelerate's hooks (`dispatch_model`, `device_map="auto"`, offloading) are set that way, and
+# so are many a user's wrappers. They are entered: under Accelerate's hook, which moves inputs
+# and weights first, where there is one; around a wrapper otherwise. Where a socket stands in
+# for the forward instead of running it (linear maps whose operands change,
+# `nn.MultiheadAttention`), a wrapper would be passed over, so it is refused.
+
+
+class InstanceForward(NamedTuple):
+    """What was found on a module: the attribute's name, and the callable in it."""
+
+    attribute: str
+    forward: Callable[..., Any]
+
+
+def own_forward(module: nn.Module) -> InstanceForward | None:
+    """The forward that a module has as an instance attribute, if any; below Accelerate's hook, if there is one."""
+    own = vars(module)
+    if "forward" not in own:
+        return None
+    name = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+    return InstanceForward(name, own[name])
+
+
+def take_over(module: nn.Module, found: InstanceForward) -> None:
+    """Let a call of the module reach its class again, which calls what was found."""
+    if found.attribute == "forward":
+        del module.forward
+    else:
+        object.__setattr__(module, found.attribute, functools.partial(_class_forward, module))
+
+
+def give_back(module: nn.Module, found: InstanceForward) -> None:
+    """The instance attribute as it was."""
+    object.__setattr__(module, found.attribute, found.forward)
+
+
+def instance_forward(base: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a class whose instance had one of its own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._dampen_instance.forward(*args, **kwargs)
+
+    return forward
+
+
+def check_own_forward(module: nn.Module, name: str) -> None:
+    """Raise where a socket that stands in for the forward would pass over one that the user has put there."""
+    found = own_forward(module)
+    if found is None or _is_of_the_class(module, found.forward):
+        return
+    raise ValueError(
+        f"'{name}' ({type(module).__name__}) has a forward of its own, an instance attribute "
+        f"(a wrapper: {getattr(found.forward, '__qualname__', type(found.forward).__name__)}), "
+        "which a regularizer here would pass over. Write it as a subclass or a forward hook, "
+        "take it off (del module.forward), or leave its layer out with target_modules=."
+    )
+
+
+def _is_of_the_class(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether an instance attribute is the class's own forward, bound (what Accelerate leaves behind)."""
+    return (
+        isinstance(forward, MethodType)
+        and forward.__self__ is module
+        and forward.__func__ is getattr(type(module), "forward", None)
+    )
+
+
+def _class_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+# --- the forward of each kind of site
+
+FORWARDS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "attention": attention_forward,
+    "mark": mark_forward,
+    "subset": subset_forward,
+    "linear": linear_forward,
+    "block": block_forward,
+    "prefix": prefix_forward,
+    "embedding": embedding_forward,
+    "mask": mask_forward,
+    "experts": experts_forward,
+    "eager_experts": eager_experts_forward,
+    "owner": owner_forward,
+    "part": part_forward,
+    "model": model_forward,
+    "instance": instance_forward,
+    "entry": entry_forward,
+    "sampled": sampled_forward,
+    "carrier": carrier_forward,
+    "backend": backend_forward,
+    "hidden": hidden_forward,
+}
+
+
+# --- class swap
+
+_classes: dict[tuple[type, str], type] = {}
+
+
+def swap(module: nn.Module, kind: str, state: object) -> None:
+    """Give `module` the forward of `kind` and keep `state` on it."""
+    found = None if is_swapped(module) else own_forward(module)
+    if (
+        found is not None
+    ):  # an instance attribute hides the class's forward: it becomes the first swap
+        take_over(module, found)
+        _push(module, "instance", found)
+    _push(module, kind, state)
+
+
+def _push(module: nn.Module, kind: str, state: object) -> None:
+    setattr(module, f"_dampen_{kind}", state)
+    # A wrapper would rename the keys of state_dict, a hook cannot stand in for what happens inside the forward, and a
+    # forward set on the instance is copied by deepcopy still bound to the old module: a class has none of these faults
+    module.__class__ = _swapped(type(module), kind)
+
+
+def unswap(module: nn.Module) -> None:
+    """Take back every swap of `module`."""
+    while "_dampen_kind" in vars(type(module)):
+        kind = type(module)._dampen_kind  # type: ignore[attr-defined]
+        module.__class__ = type(module)._dampen_base  # type: ignore[attr-defined]
+        state = vars(module).pop(f"_dampen_{kind}")
+        if kind == "instance":
+            give_back(module, state)
+
+
+def pop(module: nn.Module, kind: str) -> None:
+    """Take back the last swap of `module`, if it is of this kind; another on top (FSDP2) stays, and so does ours."""
+    if vars(type(module)).get("_dampen_kind") == kind:
+        module.__class__ = type(module)._dampen_base  # type: ignore[attr-defined]
+        delattr(module, f"_dampen_{kind}")
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether any class of the module is ours."""
+    return any("_dampen_kind" in vars(cls) for cls in type(module).__mro__)
+
+
+def is_covered(module: nn.Module) -> bool:
+    """Whether somebody else (FSDP2) has swapped the class on top of ours."""
+    return is_swapped(module) and "_dampen_kind" not in vars(type(module))
+
+
+def original_class(cls: type) -> type:
+    """The class below our swaps."""
+    while "_dampen_kind" in vars(cls):
+        cls = cls._dampen_base  # type: ignore[attr-defined]
+    return cls
+
+
+def _swapped(base: type, kind: str) -> type:
+    """One subclass per class and kind: a shared type means a shared compiled graph."""
+    if (base, kind) not in _classes:
+        forward: Any = base.forward  # type: ignore[attr-defined]
+        made = FORWARDS[kind](forward)
+        _classes[base, kind] = type(
+            base.__name__,
+            (base,),
+            {
+                "forward": functools.wraps(forward)(made),
+                "__module__": base.__module__,
+                "__qualname__": base.__qualname__,
+                "__doc__": base.__doc__,
+                "__reduce_ex__": _reduce,
+                "_dampen_base": base,
+                "_dampen_kind": kind,
+            },
+        )
+    return _classes[base, kind]
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Pickle and deepcopy by the original class and the list of swaps."""
+    kinds = [
+        vars(cls)["_dampen_kind"]
+        for cls in reversed(type(self).__mro__)
+        if "_dampen_kind" in vars(cls)
+    ]
+    reduced: Any = object.__reduce_ex__(self, protocol)
+    state = reduced[2:]
+    return (_revive, (original_class(type(self)), tuple(kinds)), *state)
+
+
+def _revive(base: type, kinds: tuple[str, ...]) -> Any:
+    for kind in kinds:
+        base = _swapped(base, kind)
+    return object.__new__(base)
+
+
+# --- attach
 
 
 def check_model(model: Any) -> None:
@@ -436,3 +674,56 @@ def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[
         for element in plan.elements:
             for part in parts_with_forward(model.get_submodule(element)):
                 swap(part, "part", PartSite(layer, name))
+
+
+# --- remove
+
+
+def remove(model: nn.Module) -> None:
+    """Take every regularizer off `model`, which is then exactly what it was: for a deepcopy or a loaded file, whose
+    handle is gone. Where the handle is at hand, `reg.remove()` does the same.
+
+    >>> import copy, dampen
+    >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+    >>> reg = dampen.regularize(model, dampen.DropKey(0.1))
+    >>> twin = copy.deepcopy(model)
+    >>> remove(twin)
+    >>> type(twin) is dampen.models.ViT, type(model) is dampen.models.ViT
+    (True, False)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"remove takes an nn.Module, got {type(model).__name__}.")
+    swapped = {name: module for name, module in model.named_modules() if is_swapped(module)}
+    if not swapped:
+        raise ValueError(
+            f"{type(model).__name__} carries no regularizers: it was never regularized, or they were removed already."
+        )
+    covered = [
+        name or "(the model itself)" for name, module in swapped.items() if is_covered(module)
+    ]
+    if covered:
+        more = f" and {len(covered) - 1} more" if len(covered) > 1 else ""
+        raise RuntimeError(
+            f"remove() after fully_shard (FSDP2) would strip FSDP's class from {covered[0]}{more}. "
+            "Nothing was changed. Remove before sharding, or save the state_dict, whose keys are the plain model's, "
+            "and load it into a plain model."
+        )
+    for module in swapped.values():
+        site = vars(module).get("_dampen_model")
+        if isinstance(site, ModelSite) and not (site.enabled and not site.sampling):
+            raise RuntimeError(
+                f"remove() inside {'reg.mc_mode()' if site.enabled else 'reg.disable()'}, which would have nothing "
+                "left to restore at its end. Nothing was changed. Leave the with block first, then remove."
+            )
+    for module in list(model.modules()):
+        site = vars(module).get("_dampen_model")
+        if isinstance(site, ModelSite):
+            site.ledger.unwatch()
+            for attached in site.attached:
+                attached.remove()
+            site.attached = []
+            for rate in site.own_rates:
+                rate.restore()
+        unswap(module)
+        if "dampen_regularizers" in dict(module.named_children()):
+            del module.dampen_regularizers
