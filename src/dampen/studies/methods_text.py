@@ -55,6 +55,29 @@ def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
     return [_build(spec) for spec in specs]
 
 
+def compares_nothing(specs: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two passes are compared while no method draws anything: only a model's built-in dropout is left then.
+
+    Args:
+        specs: methods as plain data.
+
+    >>> compares_nothing([{"name": "r_drop", "weight": 1.0}, {"name": "drop_key", "rate": 0.0}])
+    True
+    """
+    from dampen.schedules import always_zero
+
+    if any(OBJECT in spec for spec in specs):  # an object of the user's: its own run tells
+        return False
+    made = build_methods(specs)
+    drawing = [m for m in made if m.stochastic and m.passes == 1]
+    return any(m.passes > 1 and not m.stochastic for m in made) and all(
+        m.schedules
+        and not any(p.requires_grad for p in m.parameters())
+        and all(always_zero(s, depth) for s in m.schedules.values() for depth in (0.0, 0.5, 1.0))
+        for m in drawing
+    )
+
+
 def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
     """Every problem of the specs: unknown methods, unknown arguments, values that the method refuses."""
     from dampen.registry import methods
