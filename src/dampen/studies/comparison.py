@@ -16,9 +16,9 @@ from typing import Any
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import read_json, write_json
+from dampen.studies.methods_text import check_plain
 from dampen.studies.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
 from dampen.studies.run import Run, TrainOptions
-from dampen.studies.schema import check_plain
 from dampen.studies.search_space import (
     COUNTS,
     SETTINGS,

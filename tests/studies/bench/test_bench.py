@@ -32,9 +32,15 @@ from dampen.studies.bench import (
     peak_memory,
     timing,
 )
-from dampen.studies.bench.output import remarks, save_chart
 from dampen.studies.bench.rows import PRESETS, targets_of
-from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
+from dampen.studies.bench.run import (
+    FUSED,
+    UNFUSED,
+    plain_step,
+    regularized_step,
+    remarks,
+    save_chart,
+)
 from dampen.studies.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.studies.bench.subject import Subject, attention_as, unfused
 from dampen.studies.bench.timing import compare, summarize
