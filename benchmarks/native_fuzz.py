@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, HardMasking
-from dampen.functional.explicit import batched
+from dampen.functional.explicit import layers
 from dampen.functional.explicit import squares as taps
 from dampen.kernels.attend import Needs, attend
 from dampen.native import library
@@ -623,7 +623,7 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
             if draw.random() < 0.5:
                 rows = torch.rand(b, n, device="cpu").mul_(2).sub_(0.7).clamp_(0, 1)
                 rows = guarded(rows) if guard else rows
-            parts.append(batched.Tapped(y, bias, factor, cut, x, weight, y._version, rows))
+            parts.append(layers.Tapped(y, bias, factor, cut, x, weight, y._version, rows))
             wide = [t.detach().double().requires_grad_() for t in (x, weight)]
             own = wide[1] if cut is None else wide[1][cut[0] : sum(cut)]
             squares = (wide[0] @ own.mT).square().sum(-1)
@@ -638,7 +638,7 @@ def together_case(draw: random.Random, guard: bool, counts: Counts) -> None:
         draw.choice([torch.float32, torch.float64, torch.bfloat16]),
         draw.choice(["cpu", "cpu", "meta"]),
     ):
-        values = batched.sum_up(penalties)
+        values = layers.sum_up(penalties)
         ours = torch.autograd.grad(sum(values), leaves, allow_unused=True)  # type: ignore[arg-type]
     theirs = torch.autograd.grad(
         sum(expected), [w for w in wide_leaves if w.requires_grad], allow_unused=True

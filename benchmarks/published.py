@@ -107,7 +107,7 @@ def heads_of(module: Any) -> int:
 
 def gray_svd(images: Tensor, patch: tuple[int, int], eps: float = 0.7) -> Tensor:
     """SVD Token Graying (arXiv 2505.01996, section 5): the SVD of each image's matrix of patches."""
-    from dampen.functional.patches import patchify, unpatchify
+    from dampen.functional.grid import patchify, unpatchify
 
     u, s, vh = torch.linalg.svd(patchify(images, patch), full_matrices=False)
     top = s.amax(-1, keepdim=True)

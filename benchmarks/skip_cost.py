@@ -23,7 +23,7 @@ import dampen
 from dampen import Regularizer, SkipAblation, TokenGraying
 from dampen.diagnostics.conditioning import ConditionProbe
 from dampen.functional.graying import gray_images
-from dampen.functional.patches import patchify, unpatchify
+from dampen.functional.grid import patchify, unpatchify
 from dampen.studies.bench.timing import compare, machine
 from dampen.studies.files import write_json
 from tests.oracles import skips as reference_skip

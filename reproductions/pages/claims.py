@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,25 +16,21 @@ from dampen.studies import (
     FEWEST_SEEDS,
     LEVEL,
     Metric,
-    ResultTable,
-    Verdict,
     describe_metric,
     detectable,
     deviation,
     effect_agreement,
     paired_differences,
     paired_interval,
-    sentence,
 )
 from reproductions.pages import design
 from reproductions.pages.claimed import CLAIMS, PAPERS, SKIPS, Claim, figures
 from reproductions.pages.curves import read as read_curves
-from reproductions.pages.planned_statistics import all_runs
+from reproductions.pages.planned import command
+from reproductions.pages.planned_statistics import all_runs, over, slopes
 from reproductions.pages.publish import committed_report, stated
 
 RECORDS = Path(__file__).resolve().parents[2] / "reproductions"
-FAILED = 20.0
-"""A run on ten equally common classes has failed below this accuracy (twice that of guessing), or if it diverged."""
 
 Values = dict[str, dict[str, dict[str, float]]]
 """Of a record: row, metric, seed."""
@@ -94,8 +89,13 @@ def read(path: Path) -> tuple[Values, str]:
 
 def compare(claim: Claim, values: Values, family: int) -> Found:
     """The claim's row against its reference, with an interval for one of `family` claims."""
-    row, reference = (values[name].get(claim.metric, {}) for name in (claim.row, claim.reference))
-    differences = paired_differences(row, reference)
+    reference = values[claim.reference].get(claim.metric, {})
+    if math.isnan(claim.start):
+        differences = paired_differences(values[claim.row].get(claim.metric, {}), reference)
+    else:
+        accuracy = {name: metrics[claim.metric] for name, metrics in values.items()}
+        lost = slopes(over(accuracy, claim.row), claim.start, -claim.step)
+        differences = list(lost.values())
     if not differences:
         raise ValueError(
             f"{claim.record} holds no {claim.metric} of {claim.row} and {claim.reference} in one seed."
@@ -137,7 +137,7 @@ def outcome(claim: Claim, found: Found) -> str:
     open_ = f"inconclusive (could detect {found.detectable:.{digits}f}{metric.points})"
     if claim.kind == "no worse":
         if -margin > low and -margin < high < 0:
-            return "inconclusive (below the reference, perhaps by less than the margin)"
+            return f"{open_[:-1]}; below the reference, perhaps by less than the margin)"
         return "shown" if low > -margin else "contradicted" if high < -margin else open_
     if claim.kind == "equal":
         return "shown" if within else "contradicted" if low > margin or high < -margin else open_
@@ -157,87 +157,6 @@ def outcome(claim: Claim, found: Found) -> str:
         if high < abs(found.published) / 2
         else open_
     )
-
-
-def _differences(found: Sequence[Verdict]) -> str:
-    return ", ".join(f"{c.difference:+.1f}" for c in found)
-
-
-def _worse(found: Sequence[Verdict]) -> str:
-    return f"{sum(c.verdict == 'worse' for c in found)} of {len(found)}"
-
-
-def _compared(table: ResultTable, names: Sequence[str]) -> list[Verdict]:
-    """The comparisons of these rows, in the family of their page."""
-    return [c for name in names if (c := table.entry(name).comparison) is not None]
-
-
-def failed(table: ResultTable, name: str) -> int:
-    """How many runs of a row ended near guessing or diverged."""
-    entry = table.entry(name)
-    return entry.diverged + sum(value < FAILED for value in entry.values.values())
-
-
-def depth(table: ResultTable) -> str:
-    """What a Transformer loses without either skip, over depth, at one learning rate."""
-    depths = (2, 4, 8, 12)
-    attention, ffn = (
-        _compared(table, [f"{n} layers, no {part} skip" for n in depths])
-        for part in ("attention", "feed-forward")
-    )
-    lost = [failed(table, f"12 layers, no {part} skip") for part in ("attention", "feed-forward")]
-    return stated(
-        f"With one learning rate for all depths, a ViT of 2, 4, 8 and 12 layers loses "
-        f"{_differences(attention)} points without attention's skip and {_differences(ffn)} without "
-        f"the feed-forward's. At 12 layers {lost[0]} and {lost[1]} of {ffn[-1].n} runs fail. "
-        "With a learning rate for each network nearly every run trains",
-        attention[-1].verdict == ffn[-1].verdict == "worse",
-        min(lost) > 0,
-    )
-
-
-def convolutions(table: ResultTable) -> str:
-    """What convolutions lose without their skips, over the number of layers."""
-    kinds = {
-        k: _compared(table, [f"{k}, {n} layers, no skips" for n in (4, 8, 12)])
-        for k in ("ConvMixer", "CNN")
-    }
-    parts = [
-        f"{kind} {_differences(f)} points, significantly worse at {_worse(f)}"
-        for kind, f in kinds.items()
-    ]
-    return f"**Without skips**, at 4, 8 and 12 layers: {'; '.join(parts)} (digits)"
-
-
-def sweeps(table: ResultTable) -> str:
-    """What larger rates and windows than the paper's limits cost, against the page's reference (p 0.5)."""
-    rates = _compared(table, [f"hard masking, p {p}" for p in (0.6, 0.7, 0.9)])
-    widths = _compared(table, [f"blur, w {w}" for w in (5, 9, 11, 13, 15)])
-    return (
-        f"**Hard masking at p 0.6, 0.7 and 0.9**: {_differences(rates)} points against p 0.5, significantly worse at "
-        f"{_worse(rates)}. **Blur over 5, 9, 11, 13 and 15 keys**: {_differences(widths)} points against the same "
-        f"reference, significantly worse at {_worse(widths)} (digits)"
-    )
-
-
-def attacked(table: ResultTable) -> str:
-    """Which rows stand an attack better than dropout; the family is the rows of this page under attack."""
-    metric = describe_metric("pgd_accuracy")
-    rows = {
-        name: table.entry(name).secondary["pgd_accuracy"]
-        for name in ("R-Drop on dropout", "hard masking", "blur + consistency")
-    }
-    told = "; ".join(f"{name} {sentence(c, metric)}" for name, c in rows.items())
-    return f"**Accuracy under PGD at 16/255, against dropout**: {told}. Corrected over all rows under attack (Holm)"
-
-
-FOUND: Mapping[str, Callable[[ResultTable], str]] = {
-    "depth": depth,
-    "convolutions": convolutions,
-    "sweeps": sweeps,
-    "robust": attacked,
-}
-"""Questions whose rows are not alternatives: what was found, in a sentence."""
 
 
 def inconsistencies() -> str:
@@ -280,7 +199,8 @@ outcome is read from it. *No worse* is shown above minus the margin ({} points o
 *contrast* is shown where our interval overlaps half to twice the published effect, else it is "same direction, much
 smaller" or "much larger". An inconclusive claim names the difference that these seeds could detect with 80 % power.
 
-**Limits.** {} of these claims rest on one split, at most one tuning seed and a baseline that was not tuned.
+**Limits.** {} of these claims rest on one split, at most one tuning seed and a baseline that was not tuned. {} more
+wait for a record; the command below each table runs what is missing.
 """
 
 
@@ -292,11 +212,13 @@ def judged() -> dict[Claim, tuple[Found, str]]:
 
 
 def page() -> str:
-    """A table for each paper; what has not run is a line below it."""
+    """A table for each paper, with a line for every claim."""
     found = judged()
     weak = sum(told.startswith("one split") for _, told in found.values())
     limits = "All" if weak == len(found) else str(weak)
-    lines = [HEAD.format(len(found), len(found), f"{describe_metric('accuracy').margin:g}", limits)]
+    waiting = [c for c in CLAIMS if c not in found and not c.untestable]
+    margin = f"{describe_metric('accuracy').margin:g}"
+    lines = [HEAD.format(len(found), len(found), margin, limits, len(waiting) or "None")]
     for paper, name in PAPERS.items():
         lines += [f"## {name} ({paper})", ""]
         lines += [inconsistencies(), ""] if name == "Explicit Dropout" else []
@@ -305,22 +227,29 @@ def page() -> str:
             "|---" * 8 + "|",
         ]
         claims = [c for c in CLAIMS if c.paper == paper]
-        for claim in (c for c in claims if c in found or c.untestable):
-            lines.append(_line(claim, found.get(claim)))
-        waiting = [c.record for c in claims if c not in found and not c.untestable]
-        records = ", ".join(f"`{r}` ({waiting.count(r)})" for r in dict.fromkeys(waiting))
-        lines += [
-            "",
-            *([f"{len(waiting)} claims wait for a record: {records}.", ""] if waiting else []),
-        ]
+        lines += [_line(claim, found.get(claim)) for claim in claims]
+        missing = list(dict.fromkeys(experiment(c.record) for c in claims if c in waiting))
+        lines += ["", *(["```", command(missing), "```", ""] if missing else [])]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def experiment(record: str) -> str:
+    """The experiment of the campaign that makes a result file.
+
+    >>> experiment("explicit_dropout/results/table_2-study.json.xz")
+    'explicit_dropout/table_2'
+    """
+    group, _, table = record.split("/")
+    return f"{group}/{table.removesuffix('.json.xz').removesuffix('-study')}"
 
 
 def _line(claim: Claim, found: tuple[Found, str] | None) -> str:
     metric = describe_metric(claim.metric)
     head = f"| {claim.text} | {claim.kind} | {claim.source} | {_published(claim, metric)}"
-    if found is None:
+    if claim.untestable:
         return f"{head} | | not testable here: {claim.untestable} | | |"
+    if found is None:
+        return f"{head} | | not run yet | | `{claim.record}` |"
     ours, how = found
     result = f"{ours.text(metric)} | **{outcome(claim, ours)}**"
     return f"{head} | {result} | {ours.n} seeds, {how} | `{claim.record}` |"

@@ -2,27 +2,31 @@
 
     python -m reproductions.pages.planned [--check]          # results -> docs/results/*.md, docs/images
 
-A question whose result file is missing gets a page with the command that makes it. The sentences are written by hand,
-one for each outcome that the plan names; the build fails where a result fits none of them.
+A question whose result file is missing gets a page with the command that makes it. The sentences of a result are
+written by hand in `answers.py`. Until they are, an experiment has the sentences written here before it ran, one for
+each outcome that the plan names; the build fails where a result fits none of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Palette, ResultTable, forest, make_report
+from dampen.studies import Palette, advise, forest, make_report
+from reproductions.pages import design
 from reproductions.pages import planned_statistics as own
+from reproductions.pages.answers import WRITTEN
 from reproductions.pages.curves import interval_points
 from reproductions.pages.planned_statistics import Tables
-from reproductions.pages.publish import PADDING, folded, publish, stated
+from reproductions.pages.publish import PADDING, committed_report, folded, publish, stated
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, RECORDS, PLAN = ROOT / "docs", ROOT / "reproductions", ROOT / "reproductions" / "PLAN.md"
+Answers = Mapping[tuple[str, ...], Callable[[Tables], list[str]]]
 EPOCHS = {"language/epochs_1": 1, "language/epochs_4": 4, "language/epochs_16": 16}
 
 
@@ -37,15 +41,16 @@ class Planned:
     draw: Callable[[Tables], Any]
     details: Callable[[Tables], list[str]] = lambda tables: []
     caption: str = "Differences with corrected intervals"
+    family: str = ""
+    """The correction family of the page, where it is not that of the table."""
 
 
 def tables_of(question: Planned, records: Path = RECORDS) -> Tables:
     """The result tables of those experiments that have a result file."""
     found = {}
     for name in question.experiments:
-        group, table = name.split("/")
-        if (path := records / group / "results" / f"{table}.json.xz").is_file():
-            found[name] = make_report([path]).tables[0]
+        if (path := result(name, records)).is_file():
+            found[name] = committed_report(path).tables[0]
     return found
 
 
@@ -74,7 +79,18 @@ def excerpt(experiments: Sequence[str], plan: str) -> list[str]:
     return [f"> {line}".rstrip() for line in quoted[not quoted[0] :]]
 
 
-def page(question: Planned, tables: Tables, plan: str) -> str:
+def answer(question: Planned, tables: Tables, written: Answers = WRITTEN) -> list[str]:
+    """The sentences of a result: those written by hand, else those that fit its outcome.
+
+    Args:
+        question: with at least one result.
+        tables: its results, by experiment.
+        written: sentences by the experiments that have a result.
+    """
+    return written.get(tuple(tables), question.answer)(tables)
+
+
+def page(question: Planned, tables: Tables, plan: str, written: Answers = WRITTEN) -> str:
     """The page of one question."""
     told = " and ".join(f"`reproductions/{name}.toml`" for name in question.experiments)
     lines = [
@@ -86,12 +102,12 @@ def page(question: Planned, tables: Tables, plan: str) -> str:
     missing = [name for name in question.experiments if name not in tables]
     if tables:
         lines += [
-            " ".join(question.answer(tables)),
+            " ".join(answer(question, tables, written)),
             "",
             f"![{question.caption}](../images/{question.slug}.svg)",
             "",
         ]
-        lines += [*question.details(tables), ""]
+        lines += [*question.details(tables), "", *basis(question, tables), ""]
     if missing:
         lines += ["**Not run yet.** This command runs it and resumes where it was interrupted:", ""]
         lines += ["```", command(missing), "```", ""]
@@ -102,6 +118,31 @@ def page(question: Planned, tables: Tables, plan: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def basis(question: Planned, tables: Tables) -> list[str]:
+    """Seeds, splits, tuning, correction family and record of every result, a line each."""
+    lines = []
+    for name, table in tables.items():
+        path = result(name)
+        n = max((e.summary.n for e in table.entries), default=0)
+        family = question.family or (
+            f"the {len(table.compared())} configurations of `{name}` in {table.metric.label} (Holm)"
+        )
+        how = f"{n} seeds, {design.summary(table, path)}" if path.is_file() else f"{n} seeds"
+        runs = f"`reproductions/{path.relative_to(RECORDS)}`, {len(table.study.runs())} runs"
+        lines += [
+            f"- **Correction family**: {family}. {how}; {runs}, again by `{command([name])}`."
+        ]
+        if not question.family:
+            lines += [f"- **Trust**: {' '.join(advise(table).trust.details)}"]
+    return lines
+
+
+def result(name: str, records: Path = RECORDS) -> Path:
+    """The result file of an experiment."""
+    group, table = name.split("/")
+    return records / group / "results" / f"{table}.json.xz"
 
 
 # --- answers: sentences by outcome, and what must hold for them ------------------------------------------------------
@@ -160,24 +201,6 @@ def skips(tables: Tables) -> list[str]:
         second,
         f"{n} seeds with their own splits; each network has its own learning rate of three.",
     ]
-
-
-def skip_finding(table: ResultTable) -> str:
-    """What either skip is worth in a deep ViT, for the README."""
-    deep = "ViT, 12 layers"
-    found, shares = own.judged_by_depth(table), own.shares(table)
-    attention, ffn = (found[f"{deep}, no {part} skip"] for part in ("attention", "feed-forward"))
-    lost = [f"{-c.difference:.1f} ({-c.high:.1f} to {-c.low:.1f})" for c in (attention, ffn)]
-    gap = own.gap(table, f"{deep}, no attention skip", f"{deep}, no feed-forward skip")
-    return stated(
-        f"**Both skips matter in a deep Transformer.** With 12 layers on 337 digits, a ViT loses "
-        f"{lost[0]} points without attention's skip and {lost[1]} without the feed-forward's. "
-        f"Which of them matters more is inconclusive. The learning rate was chosen for each network, "
-        f"and then nearly every run trains. {attention.n} seeds, each with its own split",
-        attention.verdict == ffn.verdict == "worse",
-        gap.outcome == "open",
-        all(s.trained >= s.n - 1 for s in shares.values()),
-    )
 
 
 def language(tables: Tables) -> list[str]:
@@ -466,6 +489,13 @@ def share_table(tables: Tables) -> list[str]:
 
 QUESTIONS = (
     Planned(
+        "digits_panel",
+        "Which method helps on 337 images, when the baseline is tuned as well?",
+        ("small_data/digits",),
+        panel,
+        compared,
+    ),
+    Planned(
         "spoken_panel",
         "Which method helps on 200 spoken digits, when the baseline is tuned as well?",
         ("small_data/spoken",),
@@ -487,6 +517,7 @@ QUESTIONS = (
         share_picture,
         share_table,
         "Share of runs that train over depth, with exact intervals",
+        "one for each depth, the networks without some skip (Holm)",
     ),
     Planned(
         "language",
@@ -524,6 +555,7 @@ QUESTIONS = (
         coefficients,
         coefficient_picture,
         caption="Accuracy over each coefficient",
+        family="none: this study describes and has no verdicts",
     ),
     Planned(
         "trends",
@@ -533,6 +565,7 @@ QUESTIONS = (
         trend_picture,
         slopes,
         "Accuracy over p and over w",
+        "the two slopes above the published limits (Bonferroni)",
     ),
     Planned(
         "variance",
@@ -541,6 +574,7 @@ QUESTIONS = (
         variance,
         ratio_picture,
         caption="Gradient variance divided by that of dropout",
+        family="the three ratios to dropout (Bonferroni)",
     ),
     Planned(
         "forms",
@@ -552,17 +586,20 @@ QUESTIONS = (
 )
 
 
-def pages(records: Path = RECORDS, draw: bool = True) -> dict[Path, str]:
+def pages(
+    records: Path = RECORDS, draw: bool = True, written: Answers = WRITTEN
+) -> dict[Path, str]:
     """Every page, its tables and its picture."""
     plan, found = PLAN.read_text(), dict[Path, str]()
     for question in QUESTIONS:
         tables = tables_of(question, records)
-        found[DOCS / "results" / f"{question.slug}.md"] = page(question, tables, plan)
+        found[DOCS / "results" / f"{question.slug}.md"] = page(question, tables, plan, written)
         if tables:
-            names = [
-                records / n.split("/")[0] / "results" / f"{n.split('/')[1]}.json.xz" for n in tables
-            ]
-            found[DOCS / "results" / f"{question.slug}.md"] += "\n".join(folded(make_report(names)))
+            paths = [result(name, records) for name in tables]
+            report = committed_report(paths[0]) if len(paths) == 1 else make_report(paths)
+            found[DOCS / "results" / f"{question.slug}.md"] += "\n".join(
+                folded(report, judged=not question.family)
+            )
         if tables and draw and (spec := question.draw(tables)) is not None:
             found[DOCS / "images" / f"{question.slug}.svg"] = svg(spec)
     return found
@@ -574,19 +611,9 @@ def svg(spec: dict[str, Any]) -> str:
     return vl_convert.vegalite_to_svg(spec | {"background": "white", "padding": PADDING})
 
 
-def first_sentences() -> list[tuple[Planned, str]]:
-    """The first sentence of each answer, or the command of what has not run, for the list of results."""
-    found = []
-    for question in QUESTIONS:
-        tables = tables_of(question)
-        missing = [name for name in question.experiments if name not in tables]
-        found.append(
-            (
-                question,
-                question.answer(tables)[0] if tables else f"Not run yet: `{command(missing)}`",
-            )
-        )
-    return found
+def answered() -> list[tuple[Planned, Tables]]:
+    """Every question with its results."""
+    return [(question, tables_of(question)) for question in QUESTIONS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

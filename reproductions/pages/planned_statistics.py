@@ -21,6 +21,7 @@ from dampen.studies import (
     paired_differences,
     paired_interval,
     sentence,
+    smallest_difference,
     summarize,
 )
 
@@ -49,23 +50,40 @@ class Found:
 
 def series(table: ResultTable, method: str) -> dict[float, dict[str, float]]:
     """Accuracy by seed over the value of configurations such as `blur, w 9`, in the order of the values."""
+    return over({e.name: e.values for e in table.entries}, method)
+
+
+def over(rows: Mapping[str, dict[str, float]], method: str) -> dict[float, dict[str, float]]:
+    """The configurations of a method by their value.
+
+    >>> over({"blur, w 9": {"0": 80.0}, "blur, w 11": {"0": 78.0}, "dropout": {}}, "blur")
+    {9.0: {'0': 80.0}, 11.0: {'0': 78.0}}
+    """
     pattern = re.compile(rf"{re.escape(method)}, \w ([\d.]+)")
-    found = {float(m[1]): e.values for e in table.entries if (m := pattern.fullmatch(e.name))}
+    found = {float(m[1]): values for name, values in rows.items() if (m := pattern.fullmatch(name))}
     return dict(sorted(found.items()))
 
 
-def slope(table: ResultTable, method: str, start: float, family: int, step: float = 1.0) -> Found:
-    """The least-squares slope of accuracy over the value for each seed, from `start` on, per `step` of the value."""
-    points = {value: values for value, values in series(table, method).items() if value >= start}
-    seeds = set.intersection(*(set(values) for values in points.values()))
-    slopes = [
-        step
-        * statistics.linear_regression(
-            list(points), [values[seed] for values in points.values()]
-        ).slope
+def slopes(
+    points: Mapping[float, Mapping[str, float]], start: float, step: float = 1.0
+) -> dict[str, float]:
+    """The least-squares slope over the value for each seed that all values have, from `start` on, per `step`.
+
+    >>> slopes({1.0: {"0": 9.0}, 2.0: {"0": 5.0}, 4.0: {"0": 3.0}}, 2.0)
+    {'0': -1.0}
+    """
+    used = {value: values for value, values in points.items() if value >= start}
+    seeds = set.intersection(*(set(values) for values in used.values()))
+    return {
+        seed: step
+        * statistics.linear_regression(list(used), [values[seed] for values in used.values()]).slope
         for seed in sorted(seeds, key=int)
-    ]
-    return _signed(slopes, family)
+    }
+
+
+def slope(table: ResultTable, method: str, start: float, family: int, step: float = 1.0) -> Found:
+    """The slope of accuracy over the value, from `start` on, tested over seeds."""
+    return _signed(list(slopes(series(table, method), start, step).values()), family)
 
 
 def gap(table: ResultTable, ours: str, theirs: str) -> Found:
@@ -162,6 +180,15 @@ def ratio(table: ResultTable, ours: str, theirs: str, family: int) -> Found:
     return Found(math.exp(statistics.fmean(logs)), low, high, len(logs), outcome)
 
 
+def power(table: ResultTable) -> str:
+    """The difference that a study detects with 80 % power, as its own report says it.
+
+    Args:
+        table: the runs of a study, judged.
+    """
+    return f"{smallest_difference(table):.{table.metric.digits}f}{table.metric.points}"
+
+
 def winners(table: ResultTable) -> str:
     """Which methods are significantly better than the reference, in a sentence."""
     reference = table.main_reference
@@ -181,10 +208,8 @@ def winners(table: ResultTable) -> str:
     against = f"the tuned {reference.name}" if table.study.search else f"the {reference.name}"
     told = f"{listed(better)}, {counted}" if better else f"none {counted}"
     undecided = sum(c.verdict == "inconclusive" for _, c in rows)
-    smallest = statistics.median(c.detectable for e in table.compared() if (c := e.comparison))
-    power = f"{smallest:.2f}{table.metric.points}"
     inconclusive = (
-        f" The study has 80 % power to detect {power}; {undecided} methods are inconclusive."
+        f" The study has 80 % power to detect {power(table)}; {undecided} methods are inconclusive."
         if undecided
         else ""
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -46,17 +47,45 @@ ANSWERED = ("## ", "- **Which method?**", "- **What does it cost?**", "- **Can I
 """How the lines begin that a question's page has in other words."""
 
 
-def folded(report: Report) -> list[str]:
+JUDGED = ("Verdict", "Difference (corrected interval)", "p (Holm)")
+"""The columns of a report's table that hold verdicts."""
+
+
+def folded(report: Report, judged: bool = True) -> list[str]:
     """The whole table of a report, its measurements and differences from the paper, folded.
 
     Args:
         report: the report of the study.
+        judged: keep the verdicts of the report; without them on a page that has a correction family of its own.
     """
     lines = [line for line in report.render("md").splitlines() if not line.startswith(ANSWERED)]
+    lines = lines if judged else unjudged(lines)
     summary = (
         "<summary>All methods and metrics, published numbers, differences from the paper</summary>"
     )
     return ['<details markdown="1">', summary, "", *lines, "", "</details>", ""]
+
+
+def unjudged(lines: Sequence[str]) -> list[str]:
+    """Markdown without the columns, marks and notes that hold verdicts.
+
+    >>> unjudged(["| a | Verdict | NLL |", "|---|---|---|", "| x | better | 0.1 ▲ |", "Differences to x, seed by seed."])
+    ['| a | NLL |', '|---|---|', '| x | 0.1 |']
+    """
+    kept: list[int] = []
+    found = []
+    for line in lines:
+        if line.startswith("Differences to "):
+            continue
+        if not line.startswith("|"):
+            kept = []
+        else:
+            cells = line.strip("|").split("|")
+            kept = kept or [i for i, cell in enumerate(cells) if cell.strip() not in JUDGED]
+            cells = [re.sub(r" [▲▼=](?= *$)", "", cells[i]) for i in kept]
+            line = f"|{'|'.join(cells)}|"
+        found.append(line)
+    return found
 
 
 def stated(sentence: str, *facts: bool) -> str:

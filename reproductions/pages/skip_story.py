@@ -23,7 +23,7 @@ from dampen.studies import (
     summarize,
     words,
 )
-from reproductions.pages import planned
+from reproductions.pages import answers
 from reproductions.pages.publish import committed_report, publish, renew
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,7 +230,10 @@ def sections() -> dict[str, list[str]]:
     if (mae := records.get("mae")) is not None:
         found["mae"] = mae_table(mae)
     newest = committed_report(RECORDS / "skips.json.xz").tables[0]
-    found["depth finding"] = [f"- {planned.skip_finding(newest)} ([page](results/skips.md))."]
+    told = " ".join(answers.skips({"always_skip_attention/skips": newest}))
+    n = max(entry.summary.n for entry in newest.entries)
+    how = f"{n} seeds, each with its own split ([page](results/skips.md))."
+    found["depth finding"] = [f"- *Both skips matter in a deep Transformer.* {told} {how}"]
     cost = ROOT / "benchmarks" / "records" / "skip_cost.json"
     if cost.exists():
         found["cost"] = cost_table(json.loads(cost.read_text()))

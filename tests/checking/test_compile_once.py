@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ import torch
 
 import dampen
 from dampen.checking import SUBJECTS, check_contract, check_pair
-from dampen.checking.attached import Attached, with_example
 from dampen.checking.contracts import check_finite, check_leak, same
 from dampen.checking.pairs import COMPANIONS
+from dampen.checking.subjects import Attached, with_example
 from dampen.functional.explicit import FORMS
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel

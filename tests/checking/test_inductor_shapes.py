@@ -5,9 +5,8 @@ import os
 import pytest
 
 from dampen._torch import inductor_draws_as_eager
-from dampen.checking.attached import with_example
 from dampen.checking.contracts import compiled_dynamic
-from dampen.checking.subjects import SUBJECTS
+from dampen.checking.subjects import SUBJECTS, with_example
 from dampen.registry import methods
 
 SAMPLED = ["drop_key"]

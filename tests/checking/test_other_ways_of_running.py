@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 
 X = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))

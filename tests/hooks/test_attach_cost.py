@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.containers import first_of, tensors_in, with_first, with_tensors
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel

@@ -8,7 +8,7 @@ import torch
 
 import dampen
 from dampen.checking import masked
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 

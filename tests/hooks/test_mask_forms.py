@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import dampen
 from dampen import masks
 from dampen.checking import masked
-from dampen.checking.attached import with_example
 from dampen.checking.masked import check_forms
+from dampen.checking.subjects import with_example
 from dampen.hooks.tracing import scores
 from dampen.kernels import kernel
 from dampen.native import library

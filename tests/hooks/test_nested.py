@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 

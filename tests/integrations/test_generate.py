@@ -6,7 +6,7 @@ import torch
 import transformers as tr
 
 import dampen
-from dampen.checking.attached import with_companion, with_example
+from dampen.checking.subjects import with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 

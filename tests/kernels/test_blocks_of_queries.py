@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import DropKey, HardMasking
-from dampen.kernels import blocks
 from dampen.kernels import kernel as kernels
+from dampen.kernels import long_sequences
 from dampen.regularizer import Regularizer
 
 
@@ -36,7 +36,7 @@ def few_rows(monkeypatch):
     monkeypatch.setattr(kernels, "native_available", lambda: False)
     monkeypatch.setattr(kernels, "LONG", 8)
     monkeypatch.setattr(kernels, "PLAIN_BELOW", {})
-    monkeypatch.setattr(blocks, "ROWS", 4)
+    monkeypatch.setattr(long_sequences, "ROWS", 4)
 
 
 def operands(n=11, m=11, heads=2, kv=2, dtype=torch.float64):
@@ -55,8 +55,8 @@ def gradients(out, tensors):
 
 def counted(monkeypatch):
     """How often the Function ran."""
-    runs, run = [], blocks._Blocks.apply
-    monkeypatch.setattr(blocks._Blocks, "apply", lambda *a: runs.append(1) or run(*a))
+    runs, run = [], long_sequences._Blocks.apply
+    monkeypatch.setattr(long_sequences._Blocks, "apply", lambda *a: runs.append(1) or run(*a))
     return runs
 
 
@@ -109,7 +109,7 @@ def test_the_backward_draws_the_masks_of_the_forward(method, causal, monkeypatch
 
 def test_rows_far_down_see_their_own_past(monkeypatch):
     """Offsets beyond 4,096: the last query of a causal model sees all, and its gradient reaches the first key."""
-    monkeypatch.setattr(blocks, "ROWS", 2048)
+    monkeypatch.setattr(long_sequences, "ROWS", 2048)
     q, k, v = (torch.randn(1, 1, 4099, 4, requires_grad=True) for _ in range(3))
     hidden = torch.zeros(1, 1, 4099, 4099, dtype=torch.bool)
     hidden[..., 4098, 1:4098] = True

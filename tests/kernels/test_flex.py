@@ -6,7 +6,7 @@ import torch.nn.attention.flex_attention as flexes
 from torch.nn import functional as F
 
 from dampen import DropKey, HardMasking
-from dampen.kernels import flex
+from dampen.kernels import long_sequences
 
 
 def grid(b, h, n, m):
@@ -25,7 +25,7 @@ def test_known_answer():
         x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
         return x ^ x >> 16
 
-    rows, columns = flex.bits(1, 1, 50), flex.bits(1, 1, 70)
+    rows, columns = long_sequences.bits(1, 1, 50), long_sequences.bits(1, 1, 70)
     values = [
         [mixed((r ^ c) % 2**32) for c in columns.flatten().tolist()]
         for r in rows.flatten().tolist()
@@ -35,14 +35,14 @@ def test_known_answer():
         signed = torch.tensor(values) - 2**32 * (torch.tensor(values) >= 2**31)
         expected = signed < rate * 2**32 - 2**31
         for given in (rate, torch.tensor(rate)):
-            assert torch.equal(flex.hiding(rows, columns, given)(*places)[0, 0], expected)
+            assert torch.equal(long_sequences.hiding(rows, columns, given)(*places)[0, 0], expected)
 
 
 def test_rate_and_independence():
     def drawn(seed):
         torch.manual_seed(seed)
-        keys = flex.bits(4, 8, 256), flex.bits(4, 8, 256)
-        return flex.hiding(*keys, 0.2)(*grid(4, 8, 256, 256)).float()
+        keys = long_sequences.bits(4, 8, 256), long_sequences.bits(4, 8, 256)
+        return long_sequences.hiding(*keys, 0.2)(*grid(4, 8, 256, 256)).float()
 
     hidden = drawn(7)
     x, n = (hidden - 0.2) / 0.4, hidden.numel()
@@ -70,9 +70,11 @@ def test_equals_dense_attention(kv, monkeypatch):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 32, 16, requires_grad=True) for heads in (4, kv, kv))
     torch.manual_seed(3)
-    ours = flex.flex_hiding(q, k, v, 0.2, 0.25, compiled=False)
+    ours = long_sequences.flex_hiding(q, k, v, 0.2, 0.25, compiled=False)
     torch.manual_seed(3)
-    hidden = flex.hiding(flex.bits(2, 4, 32), flex.bits(2, 4, 32), 0.2)(*grid(2, 4, 32, 32))
+    hidden = long_sequences.hiding(
+        long_sequences.bits(2, 4, 32), long_sequences.bits(2, 4, 32), 0.2
+    )(*grid(2, 4, 32, 32))
     theirs = F.scaled_dot_product_attention(q, k, v, ~hidden, scale=0.25, enable_gqa=kv != 4)
     torch.testing.assert_close(ours, theirs)
     weight = torch.randn_like(ours)
@@ -86,13 +88,13 @@ def test_equals_dense_attention(kv, monkeypatch):
 
 def test_only_where_asked_and_able(monkeypatch):
     q = torch.empty(1, 8, 4096, 64, device="meta")
-    monkeypatch.setattr(flex, "os", type("Fake", (), {"environ": {"DAMPEN_FLEX": "1"}}))
-    assert not flex.fits_flex(q, q, [DropKey(0.1)], enabled=True)  # no CUDA here
+    monkeypatch.setattr(long_sequences, "os", type("Fake", (), {"environ": {"DAMPEN_FLEX": "1"}}))
+    assert not long_sequences.fits_flex(q, q, [DropKey(0.1)], enabled=True)  # no CUDA here
 
     class Cuda:
         shape, device = q.shape, torch.device("cuda")
 
-    assert flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=True)
-    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=False)
-    assert not flex.fits_flex(Cuda, Cuda, [HardMasking(0.1)], enabled=True)
-    assert not flex.fits_flex(Cuda, Cuda, [DropKey(0.1), DropKey(0.2)], enabled=True)
+    assert long_sequences.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=True)
+    assert not long_sequences.fits_flex(Cuda, Cuda, [DropKey(0.1)], enabled=False)
+    assert not long_sequences.fits_flex(Cuda, Cuda, [HardMasking(0.1)], enabled=True)
+    assert not long_sequences.fits_flex(Cuda, Cuda, [DropKey(0.1), DropKey(0.2)], enabled=True)

@@ -8,7 +8,7 @@ import torch
 import dampen
 from dampen import DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking, linear
 from dampen._torch import on_gpu
-from dampen.kernels import kernel, memory
+from dampen.kernels import kernel, long_sequences
 from dampen.kernels.attend import Needs, attend
 from dampen.kernels.columns import shifted_attention
 from dampen.kernels.triton import trial
@@ -22,7 +22,7 @@ B, H, D = 8, 32, 64
 def card(monkeypatch):
     """60 GB free, and Triton either way."""
     monkeypatch.setattr(kernel, "on_gpu", lambda t: True)
-    monkeypatch.setitem(memory._free, 0, 60 * 2**30)
+    monkeypatch.setitem(long_sequences._free, 0, 60 * 2**30)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # knows no meta
 
     def triton(why):

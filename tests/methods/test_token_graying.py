@@ -19,7 +19,7 @@ from dampen.functional.graying import (
     gray_svd,
     gray_tokens,
 )
-from dampen.functional.patches import patchify
+from dampen.functional.grid import patchify
 from dampen.methods.token_graying import find_patch_size
 from dampen.regularizer import UnsupportedModel
 from reproductions.models.mae import MaskedAutoencoder

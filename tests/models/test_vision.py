@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dampen.functional.patches import patchify, unpatchify
+from dampen.functional.grid import patchify, unpatchify
 from dampen.models import ViT
 from dampen.models.block import SelfAttention
 from dampen.models.vit import PatchEmbed

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dampen
 from dampen import DropKey, ExplicitDropout, HardMasking
 from dampen.kernels.attend import Needs, attend
-from dampen.native import entry, library, taps
+from dampen.native import entry, library, ops
 
 pytestmark = pytest.mark.usefixtures("built")
 NOTHING = [DropKey(1e-9)]  # a rate that hides nothing: must equal plain attention
@@ -167,7 +167,7 @@ def test_a_sign_that_is_changed_on_reading():
     dropped = dampen.masks.drop(torch._neg_view(torch.ones(1000)), 0.5)
     assert set(dropped.unique().tolist()) == {0.0, -2.0}
     y = torch._neg_view(torch.ones(3, 4))
-    assert not taps.fits_tap(y, None)
+    assert not ops.fits_tap(y, None)
 
 
 def test_a_gradient_with_a_sign_to_change():
@@ -288,7 +288,7 @@ def test_no_address_leaves_python_elsewhere():
     folder = library.SOURCE.parent
     users = {path.name for path in folder.glob("*.py") if "data_ptr()" in path.read_text()}
     assert users <= {"entry.py", "library.py"}
-    assert not hasattr(taps, "library")
+    assert not hasattr(ops, "library")
     assert ctypes.sizeof(ctypes.c_void_p) == 8
 
 

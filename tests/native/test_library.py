@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dampen.native import __main__ as command
-from dampen.native import library, machine
+from dampen.native import library
 
 SOME_CALL = (
     "import torch, dampen; q = torch.randn(1, 2, 5, 4); torch.manual_seed(0);"
@@ -103,8 +103,8 @@ def test_the_model_of_a_processor_says_nothing(monkeypatch, tmp_path):
     ):
         path = tmp_path / "cpuinfo"
         path.write_text(info.format(name, flags))
-        monkeypatch.setattr(machine, "Path", lambda _, path=path: path)
-        found.append(machine.instruction_sets())
+        monkeypatch.setattr(library, "Path", lambda _, path=path: path)
+        found.append(library.instruction_sets())
     assert found[0] == found[2] != found[1]
     assert "avx512f" in found[1]
 

@@ -30,7 +30,7 @@ def made(layout):
 def test_equals_autograd(layout, monkeypatch):
     y, bias = made(layout)
     inputs = [t for t in (y, bias) if t is not None]
-    from dampen.native import taps as native_taps
+    from dampen.native import ops as native_taps
 
     calls, sums = [], native_taps.tap_sums
     monkeypatch.setattr(native_taps, "tap_sums", lambda *a: calls.append(1) or sums(*a))
@@ -56,7 +56,7 @@ def test_equals_autograd(layout, monkeypatch):
 )
 def test_what_it_cannot_read_goes_by_torch(y):
     y, bias = y.requires_grad_(), torch.zeros(3, dtype=y.dtype, requires_grad=True)
-    from dampen.native.taps import fits_tap
+    from dampen.native.ops import fits_tap
 
     assert not fits_tap(y, bias)
     out, penalty = taps.tap(y, bias, None, 0.5)

@@ -9,7 +9,7 @@ import pytest
 from dampen.studies.report import make_report, write_report
 from dampen.studies.report.charts import VERDICTS, _front, forest
 from dampen.studies.report.figures import Palette
-from dampen.studies.report.interactive import card_svg, card_text, matrix_view
+from dampen.studies.report.page import card_svg, card_text, matrix_view
 from dampen.studies.report.summary import advise
 from tests.browser import Browser
 from tests.studies.synthetic_runs import write_study

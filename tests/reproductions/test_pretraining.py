@@ -16,7 +16,7 @@ from dampen.studies.run import Run
 from dampen.studies.store import PRETRAIN, RunStore
 from dampen.studies.trainer.checkpoint import load_newest
 from dampen.studies.trainer.data import load_data
-from dampen.studies.trainer.pretraining import load_pretrained, prepared_by
+from dampen.studies.trainer.models import load_pretrained, prepared_by
 from dampen.studies.trainer.state import TrialState
 from dampen.studies.trainer.train import run_trial
 from reproductions.models.mae import MaskedAutoencoder

@@ -9,9 +9,8 @@ from dampen.studies.report.figures import Palette
 from dampen.studies.run import Run
 from dampen.studies.store import RunStore
 from dampen.studies.trainer.data import derive
-from dampen.studies.trainer.state import TrialState
+from dampen.studies.trainer.state import BATCHES, TrialState, measure_variance, over_training
 from dampen.studies.trainer.train import run_trial
-from dampen.studies.trainer.variance import BATCHES, measure_variance, over_training
 from reproductions.figures.gradient_variance import gradient_variance
 from tests.studies.synthetic_runs import write_study
 

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dampen.checking.attached import ContractBroken, with_example
 from dampen.checking.contracts import CONTRACTS, ONCE
 from dampen.checking.pairs import PAIR_CONTRACTS
-from dampen.checking.subjects import SUBJECTS, Subject
+from dampen.checking.subjects import SUBJECTS, ContractBroken, Subject, with_example
 from dampen.hooks.model import blame
 from dampen.regularizer import Regularizer, UnsupportedModel
 

@@ -19,9 +19,14 @@ from dampen._torch import (
     version_of,
 )
 from dampen.checking import masked
-from dampen.checking.attached import (
+from dampen.checking.pairs import beside, order
+from dampen.checking.subjects import (
+    ENCODER,
+    SHALLOW,
+    SHORT_ENCODER,
     Attached,
     Make,
+    Subject,
     plain_logits,
     require,
     same,
@@ -30,8 +35,6 @@ from dampen.checking.attached import (
     with_companion,
     with_example,
 )
-from dampen.checking.pairs import beside, order
-from dampen.checking.subjects import ENCODER, SHALLOW, SHORT_ENCODER, Subject
 from dampen.handle import regularize
 from dampen.regularizer import (
     LOSS_STAGES,

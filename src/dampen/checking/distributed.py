@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dampen.checking.attached import Attached, ContractBroken, Make, require, same, with_example
-from dampen.checking.subjects import IMAGE, SUBJECTS
+from dampen.checking.subjects import (
+    IMAGE,
+    SUBJECTS,
+    Attached,
+    ContractBroken,
+    Make,
+    require,
+    same,
+    with_example,
+)
 
 Check = Callable[[Make, int], None]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dampen.checking.attached import Make, attached, require, same
+from dampen.checking.subjects import Make, attached, require, same
 
 WIDTH, HEADS, TOKENS, VOCAB = 16, 2, 7, 19
 PATHS = ("sdpa", "eager", "mha")

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from dampen import methods
 from dampen._torch import pytree
-from dampen.checking.attached import Attached, Make, require, same, same_gradients, with_example
-from dampen.checking.subjects import Subject
+from dampen.checking.subjects import (
+    Attached,
+    Make,
+    Subject,
+    require,
+    same,
+    same_gradients,
+    with_example,
+)
 from dampen.regularizer import UnsupportedModel
 
 COMPANIONS: dict[str, Make] = {

@@ -86,14 +86,14 @@ def bench(
 ) -> None:
     """Measure a training step with each method against the faster step of the baseline, fused or unfused."""
     from dampen.studies.bench import Options, bench
-    from dampen.studies.bench.output import (
+    from dampen.studies.bench.run import (
         CHARTS,
         remarks,
         results_table,
         save_chart,
         scaling_table,
     )
-    from dampen.studies.bench.own_model import METHODS, SECONDS, is_own
+    from dampen.studies.bench.subject import METHODS, SECONDS, is_own
     from dampen.studies.errors import ConfigError
     from dampen.studies.files import write_json
     from dampen.studies.processes import keep_freed_memory
@@ -246,7 +246,7 @@ def _results(
     trust: bool,
 ) -> list[dict[str, Any]]:
     from dampen.studies.diagnose import diagnose, find_trials, from_model, from_run
-    from dampen.studies.diagnose.output import keep, kept
+    from dampen.studies.diagnose.measure import keep, kept
 
     folders = find_trials(Path(what), trust) if Path(what).is_dir() else []
     results = []
@@ -278,7 +278,7 @@ def _results(
 
 
 def _print(results: list[dict[str, Any]], what: str) -> None:
-    from dampen.studies.diagnose.output import FEW, diagnosis_table, layers_table
+    from dampen.studies.diagnose.measure import FEW, diagnosis_table, layers_table
 
     console = Console(highlight=False)
     console.print(diagnosis_table(results))

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from dampen.functional.patches import pair, patchify, unpatchify
+from dampen.functional.grid import pair, patchify, unpatchify
 
 Kind = Literal["svd", "dct"]
 DEFAULT_EPS = {"svd": 0.7, "dct": 0.95}

@@ -87,7 +87,7 @@ from dampen.regularizer import (
     UnsupportedModel,
 )
 from dampen.schedules import always_zero
-from dampen.two_pass.own_randomness import own_randomness
+from dampen.two_pass.doubled import own_randomness
 from dampen.two_pass.reuse import SharedBlocks, plan_prefix, prefix_forward
 
 # --- a forward set on the instance

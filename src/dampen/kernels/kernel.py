@@ -15,10 +15,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dampen._torch import half_in_hardware, on_gpu
-from dampen.kernels.blocks import attention_by_blocks, fits_blocks
 from dampen.kernels.columns import COLUMNS_FROM, attend_columns, fits_columns
-from dampen.kernels.flex import attend_flex, fits_flex
-from dampen.kernels.memory import exceeds_memory, rows_in_memory
+from dampen.kernels.long_sequences import (
+    attend_flex,
+    attention_by_blocks,
+    exceeds_memory,
+    fits_blocks,
+    fits_flex,
+    rows_in_memory,
+)
 from dampen.kernels.triton import fit
 from dampen.masks import keep_keys, may_empty, rows_that_may_empty
 from dampen.native.entry import unfit_for_attention

@@ -10,12 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.explicit.attended import (
+from dampen.functional.explicit.joint import (
     attended_bias,
     attended_bias_from_weights,
     attended_variance,
-)
-from dampen.functional.explicit.joint import (
     check_joint,
     diagonal_weights,
     joint_variance,

@@ -15,7 +15,7 @@ from dampen.functional.graying import (
     gray_images,
     gray_tokens,
 )
-from dampen.functional.patches import pair
+from dampen.functional.grid import pair
 from dampen.regularizer import Regularizer, UnsupportedModel
 
 _PATCHES = re.compile(r"patch_?embed|patch_?conv|conv_proj", re.IGNORECASE)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from dampen.extensions import Registry, hint
-from dampen.functional.patches import patchify
+from dampen.functional.grid import patchify
 from dampen.models.block import (
     Block,
     Mlp,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from dampen.functional.patches import pair, patch_grid
+from dampen.functional.grid import pair, patch_grid
 from dampen.models.block import Block, initialize
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from dampen.studies.report.packs import to_text as to_text
     from dampen.studies.report.summary import Advice as Advice
     from dampen.studies.report.summary import advise as advise
+    from dampen.studies.report.summary import smallest_difference as smallest_difference
     from dampen.studies.run import Run as Run
     from dampen.studies.run import TrainOptions as TrainOptions
     from dampen.studies.stats import FEWEST as FEWEST_SEEDS
@@ -91,7 +92,7 @@ _HOMES = {
     "table": "Entry ResultTable grid_text",
     "verdict": "Verdict judge judge_pairs sentence words",
     "report": "Report make_report write_report",
-    "report.summary": "Advice advise",
+    "report.summary": "Advice advise smallest_difference",
     "report.charts": "forest results_chart=results",
     "report.figures": "Palette",
     "report.packs": "packed_bytes packed_text to_text",
@@ -144,6 +145,7 @@ __all__ = [
     "run_comparison",
     "run_trial",
     "sentence",
+    "smallest_difference",
     "summarize",
     "t_quantile",
     "to_text",

@@ -8,9 +8,8 @@ from typing import Any
 
 from dampen.extensions import MOVED, hint
 from dampen.names import nearest
-from dampen.studies.methods_text import OBJECT, check_methods
+from dampen.studies.methods_text import OBJECT, check_methods, unknown_keys
 from dampen.studies.run import Run
-from dampen.studies.schema import unknown_keys
 
 COMMON_DATA = (
     "name",

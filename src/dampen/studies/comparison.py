@@ -16,9 +16,9 @@ from typing import Any
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import read_json, write_json
+from dampen.studies.methods_text import check_plain
 from dampen.studies.recipe import ROW_SECTIONS, SECTIONS, Recipe, merge
 from dampen.studies.run import Run, TrainOptions
-from dampen.studies.schema import check_plain
 from dampen.studies.search_space import (
     COUNTS,
     SETTINGS,
@@ -357,6 +357,34 @@ def design_of(
     if problems:
         raise ConfigError(f"Recipe {recipe.name!r} at scale {at['scale']!r}", problems)
     return axes, tried
+
+
+def is_refused(
+    recipe: Recipe, scale: str | None, settings: Iterable[str], name: str, values: AxisValues
+) -> bool:
+    """Whether a configuration cannot be trained at these values of its axes, as far as its methods say.
+
+    A comparison of two passes in which nothing is drawn counts as refused: it would always be zero, but for dropout
+    that the model has built in.
+
+    Args:
+        recipe: with this configuration.
+        scale: of the recipe.
+        settings: changes as on the command line.
+        name: of the configuration.
+        values: one for each axis.
+    """
+    from dampen.studies.checks import check_trial
+    from dampen.studies.methods_text import compares_nothing
+
+    at, over = recipe.at(scale), read_settings(settings)[0]
+    row = next(row for row in at["rows"] if row["name"] == name)
+    filled = copy.deepcopy(_fill(_config(at, row, over), values))
+    wrong = [p for key, v in values.items() if "." in key for p in _put(filled, key, v)]
+    run, problems = Run.parse({**filled, "seed": 0}, "")
+    if run is None or problems or wrong or check_trial(run):
+        return True
+    return compares_nothing(run.methods)
 
 
 def _unused(search: Mapping[str, Any], axes: Iterable[Sequence[Axis]]) -> list[str]:

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from dampen.native.machine import cpu_name
+from dampen.native.library import cpu_name
 from dampen.studies.environment import usable_cores, versions
 
 NEEDED = {

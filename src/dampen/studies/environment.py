@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dampen.native import library
-from dampen.native.machine import cpu_name
+from dampen.native.library import cpu_name
 from dampen.studies.processes import describe_malloc
 
 PACKAGES = (

@@ -39,8 +39,8 @@ from typing import Any
 from dampen.extensions import from_plugins, is_in_file
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError, LabError
+from dampen.studies.methods_text import check_fields, check_plain, unknown_keys
 from dampen.studies.plugins import load_plugins
-from dampen.studies.schema import check_fields, check_plain, unknown_keys
 from dampen.studies.search_space import COUNTS, SETTINGS, STRENGTH_SETTINGS, read_axis
 
 TUNING_SEEDS = (10_000, 10_001, 10_002)

@@ -12,8 +12,15 @@ from typing import Any, Literal
 
 from dampen.extensions import is_in_file
 from dampen.studies.errors import ConfigError
-from dampen.studies.methods_text import CODE, code_of_method, compose
-from dampen.studies.schema import check_fields, check_plain, coerce, unknown_keys
+from dampen.studies.methods_text import (
+    CODE,
+    check_fields,
+    check_plain,
+    code_of_method,
+    coerce,
+    compose,
+    unknown_keys,
+)
 
 FORMAT = 2
 """Part of every hash: raise it when a default changes its meaning. Stored trials without a format have format 1.

@@ -15,17 +15,19 @@ from typing import Any
 
 from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.errors import DamagedRecord
-from dampen.studies.failures import FailureRate, corrected_rates, failure_rate
 from dampen.studies.metric import Metric, describe, direction
 from dampen.studies.pairing import (
     AgainstPaper,
     Cost,
+    FailureRate,
     Published,
     against_paper,
     averaged_folds,
+    corrected_rates,
     cost_against,
     cost_of,
     effect_agreement,
+    failure_rate,
     in_training,
     on_one_path,
     published_figures,

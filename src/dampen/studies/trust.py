@@ -25,7 +25,7 @@ from dampen.extensions import IN_FILE
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import cache_folder, read_json
 from dampen.studies.plugins import folder_of
-from dampen.studies.user_modules import is_users, sources_of, sources_of_package
+from dampen.studies.user_code import is_users, sources_of, sources_of_package
 
 if TYPE_CHECKING:
     from dampen.studies.comparison import Comparison

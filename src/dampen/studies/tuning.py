@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dampen.studies.comparison import (
     Config,
     Setting,
     design_of,
+    is_refused,
     make_comparison,
     read_settings,
 )
@@ -373,9 +375,15 @@ def tune(
     code = run(tuning.of(rows), place)
     if code not in GOING:
         return plan, code
-    for stage, further in ((SECOND, _strengths), (BEYOND, _extensions)):
+
+    def refused(row: str, values: AxisValues) -> bool:
+        return is_refused(recipe, scale, settings, row, values)
+
+    for stage in (SECOND, BEYOND):
         tuning.inside = tuning.counts()
-        if not (more := further(tuning, _selections(tuning, read_results(tuning.plan, place)))):
+        best = _selections(tuning, read_results(tuning.plan, place))
+        more = _strengths(tuning, best) if stage == SECOND else _extensions(tuning, best, refused)
+        if not more:
             continue
         tuning.add(recipe, scale, settings, more)
         added = tuning.of(rows, tuning.inside, stage)
@@ -461,15 +469,18 @@ def _strengths(
 
 
 def _extensions(
-    tuning: Tuning, found: Mapping[str, Selection | None]
+    tuning: Tuning,
+    found: Mapping[str, Selection | None],
+    refused: Callable[[str, AxisValues], bool],
 ) -> dict[str, list[AxisValues]]:
-    """Settings beyond the ends at which rows chose."""
+    """Settings beyond the ends at which rows chose, short of what a method refuses."""
     points: dict[str, list[AxisValues]] = {}
     for row, selection in found.items() if tuning.settings else ():
-        more = (
-            _beyond(selection, tuning.axes[row], tuning.settings) if selection is not None else []
-        )
-        for key, upwards, extra in more:
+        if selection is None:
+            continue
+        for key, upwards, extra in _beyond(
+            selection, tuning.axes[row], tuning.settings, partial(refused, row)
+        ):
             points.setdefault(row, []).extend(extra)
             last = [s[key] for s in extra][-1]
             tuning.extended.setdefault(row, []).append(
@@ -479,19 +490,28 @@ def _extensions(
 
 
 def _beyond(
-    selection: Selection, axes: Sequence[Axis], settings: int
+    selection: Selection,
+    axes: Sequence[Axis],
+    settings: int,
+    refused: Callable[[AxisValues], bool],
 ) -> list[tuple[str, bool, list[AxisValues]]]:
-    """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen."""
+    """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen.
+
+    Where a method refuses the end, such as R-Drop on dropout at rate 0, the same number of steps stops before it.
+    """
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]
     count = max(math.ceil(settings / 4), len(ends))
     found = []
     for i, (key, upwards) in enumerate(ends):
         share = count // len(ends) + (i < count % len(ends))
-        extra: list[AxisValues] = [
-            {**chosen, key: value} for value in by_key[key].beyond(upwards, share)
-        ]
-        found.append((key, upwards, extra))
+        extra = [{**chosen, key: value} for value in by_key[key].beyond(upwards, share)]
+        if any(refused(values) for values in extra):
+            shorter = by_key[key].beyond(upwards, share + 1)[:-1]
+            extra = [{**chosen, key: value} for value in shorter]
+            extra = [values for values in extra if not refused(values)]
+        if extra:
+            found.append((key, upwards, extra))
     return found
 
 

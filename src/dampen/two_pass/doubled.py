@@ -5,7 +5,8 @@ The first call of the model's forward in a step runs on the doubled batch and gi
 it is asked for the same thing, gives out the other half. So whatever the user's function does around the model happens
 twice, as it did. That halves do not touch each other is not taken for granted: what is known beforehand (draws that a
 batch shares, batch norm, penalties, hooks) is refused by name, and once per form of the input the model is run, with
-everything random silent, on a batch and on the same batch with strangers behind it, and must give the same."""
+everything random silent, on a batch and on the same batch with strangers behind it, and must give the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,37 @@ from dampen._torch import (
     version_of,
 )
 from dampen.regularizer import Regularizer
-from dampen.two_pass.own_randomness import draws
+
+# --- what is random in the model by itself
+#
+# What is random in a model by itself, before any regularizer: its dropout, its stochastic
+# depth.
+
+
+def own_randomness(named: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The modules that draw in training, by name: dropout with p > 0, and modules with a rate of the kind (`drop_prob`,
+    `attention_dropout`, `layerdrop`) between 0 and 1.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0))
+    >>> own_randomness(model.named_modules())
+    ['1']
+    """
+    return [name for name, m in named if not isinstance(m, Regularizer) and draws(m)]
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module, apart from its children, has a drop rate above 0."""
+    if isinstance(module, DropoutModule):
+        return module.p > 0
+    if isinstance(module, nn.RReLU):
+        return True
+    rates = [
+        v for k, v in vars(module).items() if "drop" in k.lower() and isinstance(v, float | int)
+    ]
+    return any(not isinstance(r, bool) and 0 < r <= 1 for r in rates)
+
+
+# --- one batch for both passes
 
 DOUBLED_BELOW = 200_000
 """Numbers that enter the first block in one pass (samples x tokens x channels) from which on two passes are run: there

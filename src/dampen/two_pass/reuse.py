@@ -22,8 +22,14 @@ from dampen._torch import has_forward_hooks, in_functorch, pytree, version_of
 from dampen.calls import Penalty
 from dampen.containers import tensors_in
 from dampen.regularizer import MODEL_STAGES, Regularizer
-from dampen.two_pass.doubled import BEGUN_APART, PLAIN, DoubledBatch, plan_doubled, same
-from dampen.two_pass.own_randomness import own_randomness
+from dampen.two_pass.doubled import (
+    BEGUN_APART,
+    PLAIN,
+    DoubledBatch,
+    own_randomness,
+    plan_doubled,
+    same,
+)
 
 if TYPE_CHECKING:
     from dampen.hooks.discover.sites import LayerPlan

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dampen
 from dampen.calls import Deferred, now
-from dampen.functional.explicit import batched
+from dampen.functional.explicit import layers
 from dampen.native import library
 
 TERMS = {"value": 0.3, "ffn1": 0.2, "ffn2": 0.5}
@@ -63,7 +63,7 @@ def test_equals_a_tap_per_map(path, monkeypatch):
     model = vit()
     reg = dampen.regularize(model, dampen.ExplicitDropout(**TERMS))
     mine = gradients(model, reg, x, 0.7)
-    monkeypatch.setattr(batched, "BATCHED_UP_TO", 0)
+    monkeypatch.setattr(layers, "BATCHED_UP_TO", 0)
     theirs = gradients(model, reg, x, 0.7)
     for a, b in zip(mine, theirs, strict=True):
         assert set(a) == set(b)
@@ -216,11 +216,11 @@ def test_second_derivatives(path):
         return sum(g.square().sum() for g in found if g is not None)
 
     mine = torch.autograd.grad(norm(), list(model.parameters()), allow_unused=True)
-    before, batched.BATCHED_UP_TO = batched.BATCHED_UP_TO, 0
+    before, layers.BATCHED_UP_TO = layers.BATCHED_UP_TO, 0
     try:
         theirs = torch.autograd.grad(norm(), list(model.parameters()), allow_unused=True)
     finally:
-        batched.BATCHED_UP_TO = before
+        layers.BATCHED_UP_TO = before
     for a, b in zip(mine, theirs, strict=True):
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -234,8 +234,8 @@ def test_a_model_that_goes_on_in_place(path, monkeypatch):
             return x.relu_()
 
     x, found = torch.randn(3, 1, 8, 8), []
-    for limit in (batched.BATCHED_UP_TO, 0):
-        monkeypatch.setattr(batched, "BATCHED_UP_TO", limit)
+    for limit in (layers.BATCHED_UP_TO, 0):
+        monkeypatch.setattr(layers, "BATCHED_UP_TO", limit)
         model = vit()
         for block in model.blocks:
             block.mlp.act = Half()
@@ -334,7 +334,7 @@ def test_maps_on_grids_of_tokens_are_rows(path, shape):
     x = torch.randn(*shape, requires_grad=True)
     weight, bias = (torch.randn(*s, requires_grad=True) for s in ((6, 7), (6,)))
     y = F.linear(x, weight, bias)
-    found = now(batched.wait(y, bias, 0.7, x, weight))
+    found = now(layers.wait(y, bias, 0.7, x, weight))
     expected = 0.7 * F.linear(x, weight).square().sum()
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(

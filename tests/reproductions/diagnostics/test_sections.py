@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import reproductions  # noqa: F401 - registers the sections
 from dampen.cli import build
 from dampen.studies.diagnose import Settings, diagnose, from_model, from_run
-from dampen.studies.diagnose.output import diagnosis_table, keep
+from dampen.studies.diagnose.measure import diagnosis_table, keep
 from dampen.studies.report import make_report
 from dampen.studies.report.figures import Palette
 from dampen.studies.result import parse_diagnosis

@@ -1,10 +1,14 @@
 """Claims are judged by their kind, and what a study did not vary is read from its record."""
 
 import math
+import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from reproductions.pages import claims, design, lambda_page
+from reproductions import campaign
+from reproductions.pages import answers, claims, design, lambda_page
 from reproductions.pages.claimed import CLAIMS, TABLES, Claim, Effect, figures
 from reproductions.pages.claims import Found, compare, outcome
 from reproductions.pages.publish import committed_report
@@ -37,7 +41,7 @@ OPEN = "inconclusive (could detect 1.20 points)"
             -0.9,
             -0.4,
             None,
-            "inconclusive (below the reference, perhaps by less than the margin)",
+            f"{OPEN[:-1]}; below the reference, perhaps by less than the margin)",
         ),
         ("equal", -0.4, 0.4, None, "shown"),
         ("equal", 0.6, 1.4, None, "contradicted"),
@@ -134,6 +138,41 @@ def test_the_claims_page_agrees_with_the_tables_about_explicit_feed_forward():
     assert entry.claim.endswith("same direction and size")
 
 
+def test_a_trend_is_decided_by_the_slope_of_every_seed():
+    """The loss per step of the value, from the limit on, against numpy."""
+    drawn = {
+        str(s): {w: 80.0 - 0.7 * max(0, w - 9) + (s * w) % 5 for w in (5, 9, 11, 13)}
+        for s in range(6)
+    }
+    values = {
+        f"blur, w {w}": {"accuracy": {s: row[w] for s, row in drawn.items()}}
+        for w in (5, 9, 11, 13)
+    }
+    claim = Claim("p", "t", "s", "better", "r", "blur", "blur, w 9", start=9, step=2)
+    found = compare(claim, values, 1)
+    above = [9, 11, 13]
+    lost = [-2 * np.polyfit(above, [row[w] for w in above], 1)[0] for row in drawn.values()]
+    low, high = stats.t.interval(0.95, 5, np.mean(lost), stats.sem(lost))
+    assert (found.difference, found.low, found.high) == pytest.approx((np.mean(lost), low, high))
+
+
+def test_every_claim_has_a_line_and_what_has_not_run_a_command():
+    text = (claims.RECORDS.parent / "docs" / "results" / "claims.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    missing = set()
+    for claim in CLAIMS:
+        (line,) = (line for line in lines if line.startswith(f"| {claim.text} | {claim.kind} |"))
+        done = (claims.RECORDS / claim.record).is_file() and claim.record
+        if not claim.untestable and not done:
+            assert "| not run yet |" in line
+            missing.add(claims.experiment(claim.record))
+        elif not claim.untestable:
+            assert re.search(r" seeds, (one split|new splits), ", line)
+    named = re.findall(r"campaign --only (.*) --data-dir", text)
+    assert {name for names in named for name in names.split()} == missing
+    assert missing <= set(campaign.STUDIES)
+
+
 def search(*values, row="a"):
     trials = [{"values": {"rate": rate, "train.lr": 0.1}, "valid": valid} for rate, valid in values]
     return {"mode": "max", "seeds": [1000], "rows": {row: {"trials": trials}}}
@@ -176,7 +215,7 @@ def test_failed_runs_are_those_near_guessing():
     ).tables[0]
     names = ("12 layers", "12 layers, no attention skip", "12 layers, no feed-forward skip")
     by_hand = [sum(value < 20 for value in table.entry(name).values.values()) for name in names]
-    assert [claims.failed(table, name) for name in names] == by_hand == [0, 4, 7]
+    assert [answers.failed(table, name) for name in names] == by_hand == [0, 4, 7]
 
 
 def test_the_nll_finding_is_chosen_on_validation():

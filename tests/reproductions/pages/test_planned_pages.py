@@ -12,7 +12,7 @@ from scipy import stats
 
 from dampen.studies import load_recipe, make_comparison, write_report
 from reproductions import campaign
-from reproductions.pages import planned
+from reproductions.pages import answers, planned
 from reproductions.pages import planned_statistics as own
 from tests.studies.synthetic_runs import edit, write_trial
 
@@ -71,8 +71,10 @@ def tables(tmp_path, slug):
 
 
 def page(tmp_path, slug):
+    """With the sentences that fit an outcome: those written by hand are of the committed results."""
     question = BY_SLUG[slug]
-    return planned.page(question, planned.tables_of(question, tmp_path), planned.PLAN.read_text())
+    plan = planned.PLAN.read_text()
+    return planned.page(question, planned.tables_of(question, tmp_path), plan, written={})
 
 
 def number(name):
@@ -84,7 +86,7 @@ def number(name):
 
 def test_every_experiment_of_the_campaign_has_a_page():
     named = {name for question in planned.QUESTIONS for name in question.experiments}
-    assert named | {"small_data/digits"} == set(campaign.EXPERIMENTS)
+    assert named == set(campaign.EXPERIMENTS)
 
 
 @pytest.mark.parametrize("slug", BY_SLUG)
@@ -109,6 +111,54 @@ def test_an_experiment_that_the_plan_does_not_name_is_an_error():
 
 def test_the_committed_pages_are_up_to_date():
     assert planned.main(["--check"]) == 0, "run `python -m reproductions.pages.planned`"
+
+
+# --- sentences written by hand ----------------------------------------------------------------------------------------
+
+
+def test_every_committed_result_of_the_plan_has_three_sentences():
+    for question in planned.QUESTIONS:
+        if tables := planned.tables_of(question):
+            assert tuple(tables) in answers.WRITTEN, f"write three sentences for {list(tables)}"
+            told = planned.answer(question, tables)
+            assert len(told) == 3
+            assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in told)
+            page = (planned.DOCS / "results" / f"{question.slug}.md").read_text()
+            assert " ".join(told) in page
+            assert "- **Correction family**: " in page
+            assert page.count("](../images/") == 1
+
+
+def test_a_result_that_does_not_bear_the_sentences_out_fails_the_build(tmp_path):
+    ran(tmp_path, "small_data/digits", lambda n, g, s: 0.7 + s / 100, seeds=4, decay=1.0)
+    found = tables(tmp_path, "digits_panel")
+    with pytest.raises(ValueError, match="The records no longer bear this sentence out"):
+        planned.answer(BY_SLUG["digits_panel"], found)
+    assert planned.answer(BY_SLUG["digits_panel"], found, written={})
+
+
+def test_the_page_and_the_report_detect_the_same_difference():
+    (table,) = planned.tables_of(BY_SLUG["strength"]).values()
+    differences = [table.entry(e.name).comparison for e in table.compared()]
+    by_hand = f"{statistics.median(c.detectable for c in differences):.2f} points"
+    assert own.power(table) == by_hand
+    page = (planned.DOCS / "results" / "strength.md").read_text()
+    assert page.count(by_hand) == 2  # in the sentence and in the line on trust
+    assert set(re.findall(r"detect (?:a difference of )?([\d.]+ points)", page)) == {by_hand}
+
+
+def test_a_page_with_a_family_of_its_own_shows_no_other_verdicts(tmp_path):
+    """X4 is judged depth by depth; the general table would judge the same rows over all depths."""
+    ran(tmp_path, "always_skip_attention/skips", fails, seeds=4)
+    (content,) = (
+        text
+        for path, text in planned.pages(tmp_path, draw=False, written={}).items()
+        if path.name == "skips.md"
+    )
+    folded = content.partition("<details")[2]
+    assert "| Method | accuracy (%) | n | Cost |" in folded
+    assert not re.search(r"worse|better|inconclusive|Holm|[▲▼]", folded)
+    assert "worse: -" in content
 
 
 # --- trends ----------------------------------------------------------------------------------------------------------
@@ -330,6 +380,8 @@ def test_coefficients_are_described_and_not_judged(tmp_path):
 
 def test_all_files_of_the_pages(tmp_path):
     ran(tmp_path, "dropkey/structures", lambda n, g, s: 0.7, seeds=4)
-    names = {path.name for path in planned.pages(tmp_path)}
+    names = {path.name for path in planned.pages(tmp_path, written={})}
     assert {f"{slug}.md" for slug in BY_SLUG} | {"forms.svg"} == names
-    assert "forms.svg" not in {path.name for path in planned.pages(tmp_path, draw=False)}
+    assert "forms.svg" not in {
+        path.name for path in planned.pages(tmp_path, draw=False, written={})
+    }

@@ -6,12 +6,15 @@ import re
 
 import pytest
 
+import dampen
 from benchmarks import costs_page
 from dampen.studies.report import make_report
 from reproductions.pages import (
+    answers,
     detection_page,
     front_page,
     lambda_page,
+    planned,
     questions,
     rates_page,
     real_data,
@@ -138,6 +141,37 @@ def test_all_rows_of_a_page_are_one_family():
         > len(alone) / 2
     )
     assert all(c.corrected >= one.corrected for c, one in zip(together, alone, strict=True))
+
+
+def test_every_earlier_study_has_three_sentences_and_an_honest_note():
+    for question in questions.QUESTIONS:
+        path = questions.RECORDS / question.record
+        if path.is_file():
+            told = answers.EARLIER[question.slug](committed_report(path).tables[0], path)
+            assert len(told) == 3
+            assert all(sentence.endswith(".") for sentence in told)
+            page = (questions.DOCS / "results" / f"{question.slug}.md").read_text()
+            assert " ".join(told) in page
+            assert "**Limits of this study.**" in page
+            assert page.count("](../images/") == 1
+
+
+def test_a_study_that_the_plan_asked_again_points_there(monkeypatch):
+    old = next(q for q in questions.QUESTIONS if q.superseded_by == "attentiondrop/trends")
+    assert old.successor is None or planned.result(old.superseded_by).is_file()
+    monkeypatch.setattr(planned, "result", lambda name: questions.RECORDS / old.record)
+    assert old.successor.slug == "trends"
+
+
+def test_lines_to_copy_are_methods():
+    lines = re.findall(r"`(\[?[A-Z]\w+\(.*?)`", which_method.PAGE.read_text())
+    assert lines
+    names = {name: getattr(dampen, name) for name in which_method.CLASSES.values()}
+    for line in lines:
+        made = eval(line, names)
+        assert all(
+            isinstance(m, dampen.Regularizer) for m in (made if isinstance(made, list) else [made])
+        )
 
 
 def test_a_sentence_that_no_longer_holds_fails_the_build():

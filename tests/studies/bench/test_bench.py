@@ -32,9 +32,15 @@ from dampen.studies.bench import (
     peak_memory,
     timing,
 )
-from dampen.studies.bench.output import remarks, save_chart
 from dampen.studies.bench.rows import PRESETS, targets_of
-from dampen.studies.bench.run import FUSED, UNFUSED, plain_step, regularized_step
+from dampen.studies.bench.run import (
+    FUSED,
+    UNFUSED,
+    plain_step,
+    regularized_step,
+    remarks,
+    save_chart,
+)
 from dampen.studies.bench.scaling import _too_much, scale_attention, scale_batch
 from dampen.studies.bench.subject import Subject, attention_as, unfused
 from dampen.studies.bench.timing import compare, summarize
@@ -478,7 +484,7 @@ def test_published_traces_equal_explicit_dropout():
 
 
 def test_published_graying_is_the_reference():
-    from dampen.functional.patches import patchify
+    from dampen.functional.grid import patchify
 
     images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
     grayed = published.gray_svd(images, (4, 4), eps=0.7)

@@ -21,7 +21,7 @@ from dampen.studies.diagnose import (
     from_model,
     from_run,
 )
-from dampen.studies.diagnose.output import keep, kept
+from dampen.studies.diagnose.measure import keep, kept
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.report.diagnosis import measured_figures
 from dampen.studies.run import Run

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dampen.studies.engines import cards, local
+from dampen.studies.engines import local
 from dampen.studies.trainer.state import Execution
 
 
@@ -15,7 +15,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(local, "usable_cores", lambda: 64)
-    monkeypatch.delenv(cards.VISIBLE, raising=False)
+    monkeypatch.delenv(local.VISIBLE, raising=False)
 
 
 def jobs(count, devices=1):
@@ -34,7 +34,7 @@ def test_one_worker_per_card(machine):
 def test_workers_share_cards_on_request(machine):
     places = local.LocalEngine(per_gpu=2)._places(jobs(20), Execution())
     assert sorted(places) == sorted("01230123")
-    assert cards.least_used(places, ["0", "1", "2", "3", "0"]) == "1"
+    assert local.least_used(places, ["0", "1", "2", "3", "0"]) == "1"
     with pytest.raises(ValueError, match="per_gpu"):
         local.LocalEngine(per_gpu=0)
 
@@ -44,10 +44,10 @@ def test_runs_on_several_cards_share_none(machine):
 
 
 def test_a_users_choice_of_cards_holds(machine, monkeypatch):
-    monkeypatch.setenv(cards.VISIBLE, "2, GPU-abc")
+    monkeypatch.setenv(local.VISIBLE, "2, GPU-abc")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert cards.visible_gpus() == ["2", "GPU-abc"]
-    monkeypatch.setenv(cards.VISIBLE, "")
+    assert local.visible_gpus() == ["2", "GPU-abc"]
+    monkeypatch.setenv(local.VISIBLE, "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert local.LocalEngine()._places(jobs(3), Execution()) == []
 
@@ -59,7 +59,7 @@ def test_the_cpu_counts_cores(machine):
 
 
 def test_no_card_here():
-    assert torch.version.cuda is not None or cards.visible_gpus() == []
+    assert torch.version.cuda is not None or local.visible_gpus() == []
 
 
 def test_a_worker_sees_its_card(monkeypatch, tmp_path):
@@ -67,10 +67,10 @@ def test_a_worker_sees_its_card(monkeypatch, tmp_path):
     import os
 
     seen = []
-    monkeypatch.setenv(cards.VISIBLE, "0,1")
+    monkeypatch.setenv(local.VISIBLE, "0,1")
     monkeypatch.setattr(local, "stop_on_signals", lambda handler: None)
     monkeypatch.setattr(
-        local, "run_job", lambda *a: seen.append(os.environ[cards.VISIBLE]) or "outcome"
+        local, "run_job", lambda *a: seen.append(os.environ[local.VISIBLE]) or "outcome"
     )
     pipe = SimpleNamespace(send=lambda message: None, poll=lambda: False)
     (job,) = jobs(1)

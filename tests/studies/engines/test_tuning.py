@@ -329,6 +329,30 @@ def test_a_choice_at_the_end_of_a_range_extends_it_once_for_every_row_alike(tmp_
     assert not {t.seed for t in plan.runs.values()} & {10_000, 10_001, 10_002}
 
 
+def test_an_extension_stops_before_what_a_method_refuses(tmp_path):
+    """Dropout alone may be tuned down to 0; R-Drop on it would compare two equal passes, which it refuses."""
+    schedule = '{ name = "drop_key", rate = { linear = { start = 0.1, end = "$rate" } } }'
+    given = "search = { rate = { low = 0.2, high = 0.9 }, weight = { low = 0.1, high = 10, log = true } }\n"
+    changes = [(schedule, '{ name = "drop_key", rate = "$rate" }'), (given, "")]
+    found = recipe(("settings = 4", "settings = 8"), *changes)
+    tune(
+        found,
+        make_comparison(found),
+        tmp_path,
+        None,
+        [],
+        [],
+        Answers(lambda t: -max((m.get("rate", 0) for m in t.methods), default=0)),
+    )
+    rates = {
+        row: [t["values"]["rate"] for t in settings_of(tmp_path, row)["trials"] if t["extension"]]
+        for row in ("dropkey", "R-Drop")
+    }
+    assert rates["dropkey"][-1] == 0
+    assert len(rates["R-Drop"]) == len(rates["dropkey"])  # the budget stays the same
+    assert 0 < min(rates["R-Drop"]) < 0.05
+
+
 def test_each_value_by_tuning_seed_is_recorded(tmp_path):
     answers = Answers(lambda t: t.seed - 10_000 - abs(t.train.lr - 0.004))
     tune(recipe(), make_comparison(recipe()), tmp_path, None, [], [], answers)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats as reference
 
 from dampen.studies import prediction
-from dampen.studies.failures import corrected_rates, failure_rate
+from dampen.studies.pairing import corrected_rates, failure_rate
 from dampen.studies.stats import sequential_interval
 from dampen.studies.verdict import (
     LATER,

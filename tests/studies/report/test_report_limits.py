@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from dampen.studies.errors import LabError
-from dampen.studies.report import limits, make_report
-from dampen.studies.report.limits import check_levels, parse_limited
+from dampen.studies.report import make_report, packs
+from dampen.studies.report.packs import check_levels, parse_limited
 from tests.studies.synthetic_runs import write_study
 
 WHOLE = {"kind": "dampen records", "version": 1, "folders": {}}
@@ -40,7 +40,7 @@ def test_a_small_pack_that_unpacks_to_gigabytes_is_refused_in_little_memory(tmp_
 
 
 def test_a_pack_of_many_values_is_refused_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr(limits, "MOST_VALUES", 1000)
+    monkeypatch.setattr(packs, "MOST_VALUES", 1000)
     with pytest.raises(LabError, match="more than 1,000 values"):
         parse_limited("[" + "[]," * 1000 + "[]]", "x.json")
 
@@ -74,7 +74,7 @@ def test_a_large_file_is_skipped_by_its_size(tmp_path):
     write_study(tmp_path, seeds=3)
     trial = one_trial(tmp_path)
     with (trial / "log.jsonl").open("ab") as file:
-        file.truncate(limits.MOST_BYTES + 1)  # a hole: it takes no room on the disk
+        file.truncate(packs.MOST_BYTES + 1)  # a hole: it takes no room on the disk
     (skipped,) = [s for s in make_report([tmp_path]).skipped if "log.jsonl" in s.path]
     assert "a report reads at most 64 MB per file" in skipped.reason
 

@@ -11,8 +11,7 @@ import pytest
 from dampen.studies.request import request_own
 from dampen.studies.run import Run
 from dampen.studies.trainer.user_function import _import, function_in_file
-from dampen.studies.user_code import code_in_file, digest_of_file
-from dampen.studies.user_modules import sources_of
+from dampen.studies.user_code import code_in_file, digest_of_file, sources_of
 from tests.studies.study.conftest import SCRIPT
 
 PRINT_IDS = """

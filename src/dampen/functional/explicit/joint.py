@@ -1,32 +1,4 @@
-"""One mask on X for several projections.
-
-For queries, keys and values at once, to first order: one vector-Jacobian product with random
-signs.
-
-The paper (arXiv 2604.20505) found no expression for it. With inverted dropout the input deviates by
-dX of mean zero, E dx_ij^2 = r x_ij^2 with r = p/(1-p), independently per entry. To first order the
-attention output o(X) deviates by J dX, so that
-
-    E ||o(X + dX) - o(X)||^2  ~  r sum_ij x_ij^2 ||d o / d x_ij||^2.
-
-For random signs s on the outputs, g = J^T s has E g_ij^2 = ||d o / d x_ij||^2 (the signs are
-uncorrelated), so that 1/2 r sum (x g)^2 is an unbiased estimate of half of it, differentiable,
-whatever lies between X and o: rotary, norms, biases, masks. It is no limit: a dropped entry moves
-by its full size however small p is (docs/joint_mask.md).
-
-One mask on X that feeds queries and keys changes the diagonal of the scores. A token's score with
-itself is a quadratic form in ONE mask, S = sum_ab m_a m_b D_ab with D_ab = x_a C_ab x_b. Write m =
-c + z: constant, linear and mixed parts in z are uncorrelated, so no sum over four indices is left
-(docs/exactness.md derives it). With s = q . k, t_a = x_a (Wq^T k)_a, u_a = x_a (Wk^T q)_a, d_a =
-D_aa and tau = sum_a d_a, twice the penalty of the pair (i, i) exceeds that of independent masks by
-
-    exact     c^2 p^2 tau^2 - 2 (1-c^2) c p s tau
-              + c p [2 c^2 sum tu + 2 c (1-2c) sum (t+u) d + (1-2c)^2 sum d^2]
-              + c^2 p^2 (sum_ab D_ab D_ba - 2 sum d^2)
-    inverted  r^2 tau^2 + p/c^3 [the same bracket] + r^2 (sum_ab D_ab D_ba - 2 sum d^2),  r = p/c
-
-The paper form takes equal mask entries as independent, so the diagonal does not change there.
-"""
+"""Penalties of several layers at once (arXiv 2604.20505): the attended value A V, and one mask for several projections."""
 
 from __future__ import annotations
 
@@ -40,7 +12,127 @@ from dampen.calls import Call, LinearCall
 from dampen.functional.explicit.layers import ATTENTION
 from dampen.functional.explicit.projections import HeadMap, at
 from dampen.functional.explicit.reductions import Number, Pairs, RowWeights, wide
-from dampen.functional.explicit.squares import again
+from dampen.functional.explicit.squares import again, column_power, contract_squares, squared_norm
+
+# --- the attended value
+#
+# The penalty of the attended value, A V (arXiv 2604.20505).
+#
+# b = sum_i ||(A V)_i||^2 the attention output without the value bias v = sum_j (sum_i A_ij^2)
+# sum_l x_jl^2 ||Wv_:l||^2 mask on X before mixing ("pre", appendix) v = sum_i sum_l (A X)_il^2
+# ||Wv_:l||^2 mask on A X after it ("post", main text)
+#
+# both v per head.
+#
+# b keeps the fused kernel. v needs the attention weights; in long sequences they come in chunks
+# of queries.
+
+
+def attended_bias(
+    o: Tensor, bias: Tensor | None, rows: Tensor | None, row_sums: Tensor | None = None
+) -> Tensor:
+    """sum_i r_i ||o_i - s_i bias||^2 of the output (B, H, N, dv) with value bias (kv heads, 1, dv).
+
+    Where the rows of A sum to 1, the bias passes through the attention unchanged (`row_sums` None);
+    else s_i is what they sum to, (B, H, N, 1).
+
+    Args:
+        o: head outputs (B, H, N, dv).
+        bias: in no penalty; None: there is none.
+        rows: row weights of the tokens; None: all are 1.
+        row_sums: what the rows of the attention weights sum to, (B, H, N, 1); None: 1.
+    """
+    bias = None if bias is None else _per_query_head(bias, o.shape[1], 0)
+    if bias is not None and row_sums is not None:
+        return squared_norm(
+            o, bias * row_sums.to(bias.dtype), None if rows is None else rows.unsqueeze(1)
+        )
+    # the fused kernel's layout, in which tokens are long vectors
+    if o.transpose(1, 2).is_contiguous():
+        return squared_norm(
+            o.transpose(1, 2).flatten(2), None if bias is None else bias.flatten(), rows
+        )
+    return squared_norm(o, bias, None if rows is None else rows.unsqueeze(1))
+
+
+def attended_bias_from_weights(a: Tensor, v: HeadMap, rows: Tensor | None) -> Tensor:
+    """The same from the attention weights, where the output is not that of the clean values, or has
+    gradients that the penalty must not.
+
+    Args:
+        a: attention weights (B, H, N, M).
+        v: the values and the projection behind them.
+        rows: row weights of the tokens; None: all are 1.
+    """
+    y = _per_query_head(v.bare, a.shape[1], 1)
+    return squared_norm(wide(a) @ y, None, None if rows is None else rows.unsqueeze(1))
+
+
+def attended_variance(a: Tensor, v: HeadMap, rows: Tensor | None, attended: str) -> Tensor:
+    """The variance part from attention weights (B, H, N, M), row weights (B, N).
+
+    Args:
+        a: attention weights (B, H, N, M).
+        v: the values and the projection behind them.
+        rows: row weights of the tokens; None: all are 1.
+        attended: "pre": mask before mixing; "post": after it.
+    """
+    columns = _per_query_head(column_power(v.weight), a.shape[1], 0)  # (H, in)
+    if attended == "pre":
+        seen = contract_squares("bhnm,bn->bhm", a, rows)
+        return (seen * contract_squares("bml,hl->bmh", v.x, columns).transpose(1, 2)).sum()
+    x = wide(v.x)
+    total = x.new_zeros(())
+    for h in range(a.shape[1]):
+        total = total + again(_post, wide(a[:, h]), x, columns[h], rows)
+    return total
+
+
+def _post(a: Tensor, x: Tensor, columns: Tensor, rows: Tensor | None) -> Tensor:
+    """sum_i r_i sum_l (A X)_il^2 columns_l of one head."""
+    per_query = (a @ x).square() @ columns
+    if rows is None:
+        return per_query.sum()
+    return (per_query * rows).sum()
+
+
+def _per_query_head(t: Tensor, heads: int, dim: int) -> Tensor:
+    """Repeat what several query heads share in grouped-query attention."""
+    if t.shape[dim] == heads:
+        return t
+    return t.repeat_interleave(heads // t.shape[dim], dim)
+
+
+# --- one mask for several projections
+#
+# One mask on X for several projections.
+#
+# For queries, keys and values at once, to first order: one vector-Jacobian product with random
+# signs.
+#
+# The paper (arXiv 2604.20505) found no expression for it. With inverted dropout the input
+# deviates by dX of mean zero, E dx_ij^2 = r x_ij^2 with r = p/(1-p), independently per entry.
+# To first order the attention output o(X) deviates by J dX, so that
+#
+# E ||o(X + dX) - o(X)||^2 ~ r sum_ij x_ij^2 ||d o / d x_ij||^2.
+#
+# For random signs s on the outputs, g = J^T s has E g_ij^2 = ||d o / d x_ij||^2 (the signs are
+# uncorrelated), so that 1/2 r sum (x g)^2 is an unbiased estimate of half of it,
+# differentiable, whatever lies between X and o: rotary, norms, biases, masks. It is no limit: a
+# dropped entry moves by its full size however small p is (docs/joint_mask.md).
+#
+# One mask on X that feeds queries and keys changes the diagonal of the scores. A token's score
+# with itself is a quadratic form in ONE mask, S = sum_ab m_a m_b D_ab with D_ab = x_a C_ab x_b.
+# Write m = c + z: constant, linear and mixed parts in z are uncorrelated, so no sum over four
+# indices is left (docs/exactness.md derives it). With s = q . k, t_a = x_a (Wq^T k)_a, u_a =
+# x_a (Wk^T q)_a, d_a = D_aa and tau = sum_a d_a, twice the penalty of the pair (i, i) exceeds
+# that of independent masks by
+#
+# exact c^2 p^2 tau^2 - 2 (1-c^2) c p s tau + c p [2 c^2 sum tu + 2 c (1-2c) sum (t+u) d +
+# (1-2c)^2 sum d^2] + c^2 p^2 (sum_ab D_ab D_ba - 2 sum d^2) inverted r^2 tau^2 + p/c^3 [the
+# same bracket] + r^2 (sum_ab D_ab D_ba - 2 sum d^2), r = p/c
+#
+# The paper form takes equal mask entries as independent, so the diagonal does not change there.
 
 
 def check_joint(form: str, detach_inputs: bool, heads: str) -> None:

@@ -288,7 +288,7 @@ class _Tap(torch.autograd.Function):
         row, sums = bias_row(bias, y, cut), None
         ctx.native = weights is None and not isinstance(factor, Tensor) and native_fits(y, row)
         if ctx.native:
-            from dampen.native.taps import tap_sums  # only where it was built
+            from dampen.native.ops import tap_sums  # only where it was built
 
             value, sums = tap_sums(y, row)
         else:
@@ -358,7 +358,7 @@ def add_bare(
         both: Tensor = bare if through is None else through + bare
         return both.to(y.dtype)
     if native and through is not None:
-        from dampen.native.taps import fits_gradient, tap_gradient  # it was there in the forward
+        from dampen.native.ops import fits_gradient, tap_gradient  # it was there in the forward
 
         if fits_gradient(through, y):
             return tap_gradient(through, y, row, scale)
@@ -381,6 +381,6 @@ def native_fits(y: Tensor, row: Tensor | None) -> bool:
     """
     if not native_available() or not has_numbers(y):
         return False
-    from dampen.native.taps import fits_tap  # only where it was built
+    from dampen.native.ops import fits_tap  # only where it was built
 
     return fits_tap(y, row)

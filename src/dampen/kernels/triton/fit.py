@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dampen.kernels.memory import rows_in_memory
+from dampen.kernels.long_sequences import rows_in_memory
 from dampen.kernels.triton import trial
 from dampen.kernels.triton.tiles import (
     DROP_WEIGHTS,

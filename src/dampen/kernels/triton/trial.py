@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dampen._torch import constant_in_graphs, outside_tracing
 from dampen.kernels.triton.tiles import DROP_WEIGHTS, HIDE_TOP, NOTHING, Tile, padded
-from dampen.native.machine import cache_folder
+from dampen.native.library import cache_folder
 
 OLDEST = (3, 2)
 """The Triton of torch 2.6, the oldest torch that dampen takes. Tested with 3.7."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dampen.native.machine import cpu_name
+from dampen.native.library import cpu_name
 
 
 @dataclass(frozen=True)

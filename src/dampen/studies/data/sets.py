@@ -25,17 +25,18 @@ from dampen.studies.data.dataset import (
     Request,
 )
 from dampen.studies.data.files import places_below, search_path
-from dampen.studies.data.folder import FOLDER, load_folder
-from dampen.studies.data.folder import holds as holds_images
-from dampen.studies.data.hub import (
+from dampen.studies.data.folder import (
+    FOLDER,
     HUB_IMAGES,
     HUB_TEXT,
     image_column,
     is_saved,
+    load_folder,
     load_saved_images,
     load_saved_text,
     open_saved,
 )
+from dampen.studies.data.folder import holds as holds_images
 from dampen.studies.data.images import DIGITS, load_digits
 from dampen.studies.data.texts import ENDINGS, TABLE, load_table, table_files
 

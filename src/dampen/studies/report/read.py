@@ -17,8 +17,18 @@ from dampen.studies.errors import LabError
 from dampen.studies.files import read_json
 from dampen.studies.methods_text import methods_as_text
 from dampen.studies.report.charts import bench_figures
-from dampen.studies.report.limits import check_file, check_levels, check_search, parse_limited
-from dampen.studies.report.packs import BENCH, KEPT, MEASURED, folders_below, packed_text, unpack
+from dampen.studies.report.packs import (
+    BENCH,
+    KEPT,
+    MEASURED,
+    check_file,
+    check_levels,
+    check_search,
+    folders_below,
+    packed_text,
+    parse_limited,
+    unpack,
+)
 from dampen.studies.report.view import bench_view
 from dampen.studies.result import parse_diagnosis, parse_result
 from dampen.studies.store import LoggedRun, RunStore, read_error

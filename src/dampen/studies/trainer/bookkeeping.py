@@ -34,8 +34,7 @@ from dampen.studies.trainer.distributed import (
     whole_model_state,
 )
 from dampen.studies.trainer.optim import NotFinite, learning_rate
-from dampen.studies.trainer.state import Execution, TrialState
-from dampen.studies.trainer.variance import over_training
+from dampen.studies.trainer.state import Execution, TrialState, over_training
 
 Event = dict[str, Any]
 """As a worker sends it; listeners get it typed (`result.py`)."""

@@ -21,12 +21,12 @@ from dampen.studies.store import PRETRAIN, RunStore, clean_folder, locked
 from dampen.studies.trainer.bookkeeping import Bookkeeping, Event, set_threads
 from dampen.studies.trainer.checkpoint import keeps_kernels
 from dampen.studies.trainer.distributed import launch
-from dampen.studies.trainer.optim import NotFinite, learning_rate, set_learning_rate
-from dampen.studies.trainer.pretraining import (
+from dampen.studies.trainer.models import (
     close_with_pretraining,
     load_pretrained,
     report_as_pretraining,
 )
+from dampen.studies.trainer.optim import NotFinite, learning_rate, set_learning_rate
 from dampen.studies.trainer.state import Execution, TrialState
 from dampen.studies.trainer.user_trial import train_user_function
 

@@ -24,8 +24,7 @@ from dampen.studies.errors import ConfigError, LabError, OwnCodeError
 from dampen.studies.methods_text import OBJECT, build_methods
 from dampen.studies.processes import is_ctrl_c
 from dampen.studies.run import Run
-from dampen.studies.user_code import Code, code_in_file, code_of, digest_of_file
-from dampen.studies.user_modules import package_root
+from dampen.studies.user_code import Code, code_in_file, code_of, digest_of_file, package_root
 
 _reading: list[str] = []
 

@@ -37,7 +37,7 @@ if INTERPRETED:
 @pytest.fixture
 def as_gpu(monkeypatch):
     """The CPU is taken for a GPU with 1 GB of free memory."""
-    from dampen.kernels import columns, kernel, memory
+    from dampen.kernels import columns, kernel, long_sequences
     from dampen.methods import dropouts
 
     def on_gpu(t):
@@ -46,6 +46,6 @@ def as_gpu(monkeypatch):
     for module in (kernel, dropouts):
         monkeypatch.setattr(module, "on_gpu", on_gpu)
     monkeypatch.setattr("dampen.masks.on_gpu", on_gpu)
-    monkeypatch.setitem(memory._free, 0, 2**30)
+    monkeypatch.setitem(long_sequences._free, 0, 2**30)
     assert columns.COLUMNS_FROM > 0
     torch.manual_seed(0)
