@@ -278,7 +278,7 @@ def deterministic(model: nn.Module) -> Iterator[None]:
     regularizers, in training mode too. Afterwards, also after an error, everything is exactly as it was.
 
     With activation checkpointing the backward belongs inside, because it runs the forward again. What draws random
-    numbers in another way (a random mask of the input) goes on, and a warning names it.
+    numbers in another way (a random mask of the input) stays on, and a warning names it.
 
     >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5)
     >>> x = torch.randn(3, 2, 8)
