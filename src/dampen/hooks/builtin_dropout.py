@@ -168,11 +168,11 @@ def describe_own(rates: Sequence[OwnRate]) -> list[str]:
             key = r.kind, f"{r.rate:.3g}", pattern
             groups[key] = groups.get(key, 0) + 1
     lines = [
-        f"  (own)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}"
+        f"  (built-in)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}"
         for (kind, rate, where), n in groups.items()
     ]
     silent = sum(r.rate == 0 for r in rates)
-    return [*lines, f"  (own)  {silent} more at rate 0"] if silent else lines
+    return [*lines, f"  (built-in)  {silent} more at rate 0"] if silent else lines
 
 
 # --- Monte-Carlo sampling in eval
