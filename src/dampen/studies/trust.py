@@ -264,7 +264,7 @@ def _sources(place: Path) -> tuple[dict[str, str], tuple[Path, ...]]:
         for p in files
         if p.name.endswith(tuple(all_suffixes()))
     }
-    # An installed package stands beside all others that are installed: those are not followed
+    # An installed package is beside all others that are installed: those are not followed
     if not is_users(place):
         return own, ()
     code = sources_of_package(place)
