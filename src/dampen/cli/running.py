@@ -117,13 +117,14 @@ def _print_answers(console: Console, run: ComparisonResult, advice: Advice, said
     from rich.padding import Padding
     from rich.text import Text
 
+    from dampen.studies.ensembles import ensembles_in_words
     from dampen.studies.report.settings import shorten
     from dampen.studies.report.summary import answered
     from dampen.studies.report.terminal import results_table
 
     table, shared = shorten(run.table)
     console.print(results_table(table, width=console.width))
-    for line in filter(None, (shared, said)):
+    for line in filter(None, (shared, ensembles_in_words(table), said)):
         console.print(printable(line), markup=False)
     for question, answer in answered(advice):
         console.print(Text(question, style="bold"))

@@ -86,9 +86,7 @@ class Answers(msgspec.Struct):
     pick: str | None  # the recommended method
     code: str  # the line of Python that uses it
     more_seeds: str  # the command that adds seeds to inconclusive methods
-    best: list[
-        str
-    ] = []  # the set that holds the best configuration: it and what cannot be told from it
+    best: list[str] = []  # the set that holds the best configuration: it and its equals
 
 
 class Document(msgspec.Struct):

@@ -182,7 +182,7 @@ def _selected(entry: Entry, table: ResultTable) -> str:
 
 
 def _rivals(pick: Entry, table: ResultTable) -> list[str]:
-    """The methods that cannot be told from the recommended one: those in the set of the best, beside it."""
+    """The methods that are not significantly different from the recommended one."""
     kept = [e for e in table.contenders() if e is not pick and e is not table.main_reference]
     return [e.name for e in kept]
 
@@ -308,7 +308,7 @@ class Answer:
     headline: str
     details: list[str]
     tone: str = "plain"  # good, plain, caution: how a page may color it
-    foremost: tuple[str, ...] = ()  # the details that are never left out; () stands for all
+    foremost: tuple[str, ...] = ()  # the details that are never left out; () means all
 
     @property
     def first(self) -> list[str]:

@@ -68,11 +68,12 @@ def results_table(found: ResultTable, verdicts: bool = True, width: int = 0) -> 
     told = bool(settings) and not 0 < width < NARROW
     if told:
         table.add_column("settings", overflow="fold")
-    number = {"justify": "right", "overflow": "fold"}  # a number is never cut
-    table.add_column(f"test {metric.title}", **number)
+    # a number is never cut
+    table.add_column(f"test {metric.title}", justify="right", overflow="fold")
     table.add_column("n", justify="right")
     if compared:
-        table.add_column("difference" if verdicts else "so far (provisional)", **number)
+        title = "difference" if verdicts else "so far (provisional)"
+        table.add_column(title, justify="right", overflow="fold")
     table.add_column("cost", justify="right")
     if published:
         table.add_column("paper", justify="right")
