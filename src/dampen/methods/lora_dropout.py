@@ -61,9 +61,9 @@ class LoRADropout(Regularizer):
 
     def inspect_model(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if not is_lora(module) or not len(module.lora_A):  # type: ignore[arg-type]
+            if not is_lora(module) or not len(module.lora_A):
                 continue
-            base: nn.Module = module.base_layer  # type: ignore[assignment]
+            base: nn.Module = module.base_layer
             # these read the weights of A and B, or call both several times in a forward
             if getattr(module, "lora_variant", None) or not _runs_its_maps(base):
                 kind = type(base).__name__
