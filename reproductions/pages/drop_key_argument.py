@@ -133,7 +133,7 @@ def page() -> str:
         "- **The smoothing term is exact to first order for a linear loss alone.** A curved loss also sees the variance",
         f"  of the masked weights, which is of order p too. There its error stays at {floor:.2g} however small p is.",
         f"- **It stops at large rates.** With 8 keys and usual scores it misses at most {100 * LARGEST:.0f} % of what",
-        f"  hiding keys changes in the gradient of a linear loss up to p = {until['usual', 8]:g}, of the rates in the table.",
+        f"  hiding keys changes in the gradient of a linear loss up to p = {until['usual', 8]:g}, of these rates.",
         f"- **It stops earlier at peaked rows**, here at p = {until['peaked', 8]:g}: p / (1 - a_i) must be small against 1,",
         "  and a row that attends to one key has a_i near 1.",
         f"- **The number of keys matters little.** At p = 0.1 its error is {few:.2g} with 4 keys and {many:.2g} with 12.",
