@@ -11,7 +11,6 @@ import pytest
 from benchmarks.gpu_compile import RECORD, SHARED, compile_all, problems
 from tests.full import FULL
 
-
 TWO = ("sm_80", "sm_90")
 
 
