@@ -66,6 +66,9 @@ from dampen.schedules import (
 ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 """What a linear map of a block is for. A fused projection has the role qkv (or kv)."""
 
+ADAPTERS = frozenset({"lora_a", "lora_b"})
+"""The roles of the two maps of a low-rank adapter (LoRA), for methods that name them in `roles`."""
+
 
 _serials = itertools.count()
 _BELOW_1 = 1 - 2**-24  # the largest float32 below 1
@@ -104,6 +107,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    needs_adapters: ClassVar[bool] = False
+    """True for a method on low-rank adapters: its contracts are checked on models that have some."""
     needs_module: ClassVar[bool] = False
     """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
     skips_samples: bool = False
