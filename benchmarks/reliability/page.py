@@ -38,8 +38,8 @@ every tensor. "Sanitizers" are AddressSanitizer and UndefinedBehaviorSanitizer. 
 """
 ADDED = (
     (
-        "hostile training functions on Ray",
-        "no run affects another, and the failing line is named",
+        "hostile training functions",
+        "no run affects another, and the failing line is named. With Ray: not run",
         "tests/studies/study/test_hostile_functions.py",
     ),
     (
