@@ -93,6 +93,7 @@ class AtRole:
         self.operands = [r for r in here if "operands" in r.stages]
         self.multiplying = [r for r in here if r.multiplies]
         self.product = [r for r in here if "product" in r.stages]
+        self.valid = any(r.needs_valid for r in here)
 
 
 class AtWork:

@@ -354,8 +354,8 @@ def find_linears(
         if home is not None:
             inner = name[len(home) + 1 :] if home else name
             role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))
-            if role == "other" and local in (whole := _inner_feed_forward(attentions[home])):
-                role = whole[local]
+            if role == "other":
+                role = _role_in_block(attentions[home], inner, said)
             plans[name] = LinearPlan(module, role, home)
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local])
@@ -376,11 +376,23 @@ def find_linears(
     return plans
 
 
-def _inner_feed_forward(module: nn.Module) -> dict[str, str]:
+def _inner_feed_forward(module: nn.Module, by_shape: bool = True) -> dict[str, str]:
     return feed_forward_roles(
         {
             n: m
             for n, m in module.named_modules()
             if is_linear(m) and attention_role(n, {}) == "other"
-        }
+        },
+        by_shape,
     )
+
+
+def _role_in_block(attention: nn.Module, name: str, said: Mapping[str, str]) -> str:
+    """The role of a linear map in an attention that may be the whole block: of its feed-forward, or other.
+
+    The shapes tell only where the projections of the attention are known. Where none is, any map may be one (PaLM's
+    fused map, a block whose maps are called `fc_1` to `fc_4`).
+    """
+    maps = [n for n, m in attention.named_modules() if is_linear(m) or is_convolution(m)]
+    known = any((said.get(n) or attention_role(n, {})) in PROJECTIONS for n in maps)
+    return _inner_feed_forward(attention, by_shape=known).get(name, "other")
