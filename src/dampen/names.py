@@ -48,7 +48,7 @@ def snake_case(name: str) -> str:
 
 
 def leave_out(name: str) -> str:
-    """How to go on without one layer or attention, for the end of an error. The model itself cannot
+    """How to continue without one layer or attention, for the end of an error. The model itself cannot
     be left out.
 
     >>> leave_out("blocks.0")

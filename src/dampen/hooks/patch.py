@@ -97,7 +97,7 @@ from dampen.two_pass.reuse import SharedBlocks, plan_prefix, prefix_forward
 #
 # Accelerate's hooks (`dispatch_model`, `device_map="auto"`, offloading) are set that way, and
 # so are many a user's wrappers. They are entered: under Accelerate's hook, which moves inputs
-# and weights first, where there is one; around a wrapper otherwise. Where a socket stands in
+# and weights first, where there is one; around a wrapper otherwise. Where a hook replaces
 # for the forward instead of running it (linear maps whose operands change,
 # `nn.MultiheadAttention`), a wrapper would be passed over, so it is refused.
 
@@ -141,7 +141,7 @@ def instance_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_own_forward(module: nn.Module, name: str) -> None:
-    """Raise where a socket that stands in for the forward would pass over one that the user has put there."""
+    """Raise where a hook that replaces the forward would skip one that the user has installed."""
     found = own_forward(module)
     if found is None or _is_of_the_class(module, found.forward):
         return
@@ -423,7 +423,7 @@ def _check_zeros(
     methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int
 ) -> None:
     """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
-    method that was asked for at 0 is a plain one, and `print(reg)` says so."""
+    method that was requested at 0 is a baseline, and `print(reg)` says so."""
     for m in methods:
         placed = [c for c in clones if c.name == m.name]
         meant = [
@@ -461,9 +461,7 @@ def _check_passes(
     ):
         name = type(comparing[0]).__name__
         beside = (
-            f"{drawing[0]} never drops anything"
-            if drawing
-            else "no stochastic method stands beside it"
+            f"{drawing[0]} never drops anything" if drawing else "no stochastic method was given"
         )
         raise ValueError(
             f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
@@ -593,7 +591,7 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
 
 
 def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
-    """The linear maps of a layer that its clones ask to see."""
+    """The linear maps of a layer that its clones observe."""
     roles = {r for c in layer.clones for r in c.roles}
     return {
         name: linear

@@ -65,9 +65,7 @@ class LayerPlan:
     elements: list[str] = field(
         default_factory=list
     )  # what it consists of, where no single module is the layer
-    mixers: list[nn.Module] = field(
-        default_factory=list
-    )  # what stands in the place of attention (Mamba)
+    mixers: list[nn.Module] = field(default_factory=list)  # what replaces attention (Mamba)
 
     @property
     def pools(self) -> bool:
@@ -141,7 +139,7 @@ def find_layers(
     projections: Mapping[str, str] | None = None,
     whole_stacks: bool = False,
 ) -> list[LayerPlan]:
-    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the kind asked for.
+    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the requested kind.
 
     `whole_stacks`: also the layers without attention that stand in one list with these (hybrids with Mamba)."""
     if attention not in ("self", "cross", "all"):
@@ -323,7 +321,7 @@ def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a part of a layer without attention stands in its place: it multiplies."""
+    """Whether a part of a layer without attention replaces it: it multiplies."""
     return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
 
 
@@ -350,7 +348,7 @@ def find_attentions(model: nn.Module) -> Attentions:
     named -= {n for n in named if closest(n, certain) is not None}
     if (
         not certain | named
-    ):  # maps of another kind (convolutions, quantized), or another name: the code tells
+    ):  # maps of another kind (convolutions, quantized), or another name: the code decides
         named = {
             n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)
         }
