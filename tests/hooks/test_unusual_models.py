@@ -237,3 +237,81 @@ def test_a_feed_forward_before_its_attention_is_refused_only_where_it_would_coun
     reg.remove()
     dampen.regularize(model, [dampen.FeedForwardDropout(0.5), dampen.AttentionEntropy(0.1)])
     model(X, padded)  # of these two, what counts tokens does not act in the feed-forward
+
+
+MERGED = {
+    # Set Transformer, and the many codes after Kyubyong Park's Transformer (SASRec)
+    "cat": (
+        lambda t: torch.cat(t.split(SIZE, 2), 0),
+        lambda o, batch: torch.cat(o.split(batch, 0), 2),
+    ),
+    # the first "attention is all you need" in PyTorch
+    "permute": (
+        lambda t: t.unflatten(2, (HEADS, SIZE)).permute(2, 0, 1, 3).reshape(-1, t.shape[1], SIZE),
+        lambda o, batch: o.view(HEADS, batch, -1, SIZE).permute(1, 2, 0, 3).flatten(2),
+    ),
+    # BLOOM
+    "batch first": (
+        lambda t: t.unflatten(2, (HEADS, SIZE)).transpose(1, 2).flatten(0, 1),
+        lambda o, batch: o.view(batch, HEADS, -1, SIZE).transpose(1, 2).flatten(2),
+    ),
+}
+
+
+class MergedAttention(nn.Module):
+    """Heads in the axis of the batch. Nothing but the way of the channels says in which order."""
+
+    def __init__(self, merge=None):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.merge = merge
+
+    def forward(self, x, keep):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        hide = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+        if self.merge is None:
+            return self.out(attend(heads(q), heads(k), heads(v), hide[:, None, None]))
+        split, join = MERGED[self.merge]
+        hide = split(hide[..., None].expand(-1, -1, WIDTH))[..., 0]
+        scores = torch.bmm(split(q), split(k).transpose(1, 2)) / SIZE**0.5
+        weights = torch.softmax(scores + hide[:, None], -1)
+        return self.out(join(torch.bmm(weights, split(v)), len(x)))
+
+
+class MergedNet(nn.Module):
+    def __init__(self, merge=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = MergedAttention(merge)
+
+    def forward(self, x, keep):
+        return x + self.attention(x, keep)
+
+
+def of_merged(merge, method):
+    keep = torch.ones(3, 5, dtype=torch.bool)
+    keep[1, 3:] = keep[2, 1:] = False
+    model = MergedNet(merge).train()
+    reg = dampen.regularize(model, method)
+    outs = []
+    for seed in range(3):  # the first forward, and those that remember it
+        torch.manual_seed(seed)
+        outs.append(model(X, keep).detach()[keep])
+    return torch.cat(outs), reg.penalty()
+
+
+@pytest.mark.parametrize("merge", MERGED)
+@pytest.mark.parametrize(
+    "method",
+    [
+        dampen.DropHead(0.5),
+        dampen.HeadDiversity(1.0),
+        dampen.AttentionEntropy(1.0, floor=1.0),
+        dampen.ExplicitDropout(value=1.0, query=1.0),
+    ],
+    ids=lambda m: m.name,
+)
+def test_heads_merged_with_the_batch_are_told_in_either_order(merge, method):
+    """Read as (batch, heads), (heads, batch) mixes samples: the padding of one counts in another."""
+    got, expected = of_merged(merge, method), of_merged(None, method)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

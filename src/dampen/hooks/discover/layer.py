@@ -354,8 +354,8 @@ def find_linears(
         if home is not None:
             inner = name[len(home) + 1 :] if home else name
             role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))
-            if role == "other":
-                role = _role_in_block(attentions[home], inner, said)
+            if role == "other" and home == scope:
+                role = _role_in_block(attentions[home], local, said)
             plans[name] = LinearPlan(module, role, home)
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local])
@@ -388,7 +388,7 @@ def _inner_feed_forward(module: nn.Module, by_shape: bool = True) -> dict[str, s
 
 
 def _role_in_block(attention: nn.Module, name: str, said: Mapping[str, str]) -> str:
-    """The role of a linear map in an attention that may be the whole block: of its feed-forward, or other.
+    """The role of a linear map in an attention that is its own layer: of its feed-forward, or other.
 
     The shapes tell only where the projections of the attention are known. Where none is, any map may be one (PaLM's
     fused map, a block whose maps are called `fc_1` to `fc_4`).
