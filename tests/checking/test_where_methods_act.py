@@ -35,7 +35,8 @@ MODELS = {
 NAMES = [
     name
     for name, cls in methods().items()
-    if cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS
+    if (cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS)
+    and not cls.needs_adapters
 ]
 
 
@@ -86,7 +87,7 @@ def acting(model, plain, reg, given):
 
 REFUSED = {
     (name, kind)
-    for name in ("mixout", "explicit_mixout", "l2_sp")
+    for name in ("mixout", "explicit_mixout", "l2_sp", "concrete_dropout")
     for kind in ("parameter experts", "all at once")
 }
 

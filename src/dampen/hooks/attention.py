@@ -247,7 +247,9 @@ class Socket(TorchFunctionMode):
                 call = LinearCall(linear.role, input, weight, bias, module, self.site.layer.site)
                 return apply_linear(self.frame, self.regularizers, call, F.linear)
         out = F.linear(input, weight, bias)
-        if self.call.followed is not None:
+        # what an adapter adds to a map's output leaves the channels those of the map
+        adapts = any(m.weight is weight for m in self.site.adapters)
+        if self.call.followed is not None and not adapts:
             self.call.followed.start(out, -1)
         return out
 

@@ -39,7 +39,14 @@ from dampen.hooks.discover.roles import kind_of, read_adapter, weight_of
 from dampen.hooks.residual import ResidualSocket
 from dampen.hooks.tracing.products import heads_of
 from dampen.names import leave_out
-from dampen.regularizer import BLOCK_STAGES, STEP_STAGES, LinearCall, Regularizer, check_only_reads
+from dampen.regularizer import (
+    ADAPTERS,
+    BLOCK_STAGES,
+    STEP_STAGES,
+    LinearCall,
+    Regularizer,
+    check_only_reads,
+)
 
 if TYPE_CHECKING:
     from dampen.hooks.discover.sites import LayerPlan
@@ -561,7 +568,8 @@ def run_linear(
             frame.multiplying = False
     if frame is not None:
         frame.hits += 1
-        if frame.call is not None:
+        # the attention's own maps; an adapter's are parts of one
+        if frame.call is not None and call.role not in ADAPTERS:
             frame.call.maps[call.role] = call
             if frame.call.followed is not None:
                 frame.call.followed.start(y, -1, call)

@@ -297,6 +297,7 @@ class AttentionSite:
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
         self.linears = list(linears)  # linear sites inside, for projections that the module inlines
+        self.adapters: list[nn.Module] = []  # the maps of low-rank adapters inside
         self.follow: bool | None = (
             None  # whether channels are followed to the attention; None: not known yet
         )

@@ -78,6 +78,7 @@ from dampen.hooks.residual import (
 )
 from dampen.names import leave_out
 from dampen.regularizer import (
+    ADAPTERS,
     ATTENTION_STAGES,
     BLOCK_STAGES,
     LINEAR_STAGES,
@@ -538,7 +539,7 @@ def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer
     around = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
     for clone in layer.clones:
         clone.neighbors = around or [m for m in (plan.block,) if m is not None]
-        clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+        clone.linears = [(m.module, m.side or m.role) for m in plan.linears.values()]
         others = [
             c
             for c in layer.clones
@@ -567,10 +568,11 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
         check_own_forward(linear.module, name)
         weight = weight_of(linear.module)
         if not weight.is_floating_point():
+            readers = [c for c in layer.clones if c.roles & {linear.role, linear.side}]
             raise ValueError(
                 f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
                 "which is not the matrix that it multiplies with, and "
-                f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
+                f"{', '.join(type(c).__name__ for c in readers)} would read it as one. "
                 f"Load the model without quantization, or {leave_out(plan.name)}."
             )
     looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
@@ -596,7 +598,7 @@ def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
     return {
         name: linear
         for name, linear in plan.linears.items()
-        if linear.role in roles
+        if roles & {linear.role, linear.side}
         and (linear.attention is None or linear.attention in plan.attentions)
     }
 
@@ -610,7 +612,7 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
         swap(
             linear.module,
             "linear",
-            LinearSite(layer, linear.role, kind_of(linear.module), linear.expert),
+            LinearSite(layer, linear.side or linear.role, kind_of(linear.module), linear.expert),
         )
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
@@ -629,6 +631,8 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
             )
             site = AttentionSite(layer, name, is_cross(name, module), linear_sites[name])
             site.flash = flash_functions(module)
+            inside = [m for m in plan.linears.values() if m.attention == name]
+            site.adapters = [m.module for m in inside if m.side]
             swap(module, "attention", site)
     elif "branch" in stages:
         for module in plan.attentions.values():
@@ -640,7 +644,9 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     for module, state in open_subsets(plan, layer):
         swap(module, "subset", state)
     if plan.block is not None:
-        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
+        # adapters may be switched off or merged: then their maps do not run
+        wanted = roles & plan.roles - ADAPTERS
+        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(wanted)
         first = layer.site.index == 0
         swap(
             plan.block,
@@ -680,6 +686,13 @@ def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[
 def remove(model: nn.Module) -> None:
     """Take every regularizer off `model`, which is then exactly what it was: for a deepcopy or a loaded file, whose
     handle is gone. Where the handle is at hand, `reg.remove()` does the same.
+
+    Args:
+        model: a regularized model.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        ValueError: it carries no regularizers.
 
     >>> import copy, dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)

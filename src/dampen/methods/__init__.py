@@ -5,6 +5,7 @@ from dampen.methods.anchor_kl import AnchorKL
 from dampen.methods.arora_dropout import AroraDropout
 from dampen.methods.attention_entropy import AttentionEntropy
 from dampen.methods.blurred_attention import BlurredAttention
+from dampen.methods.concrete_dropout import ConcreteDropout
 from dampen.methods.consistency import Consistency
 from dampen.methods.drop_attention import DropAttention
 from dampen.methods.drop_connect import DropConnect
@@ -24,6 +25,7 @@ from dampen.methods.hidden_key import hidden_key
 from dampen.methods.input_masking import InputMasking
 from dampen.methods.l2_sp import L2SP
 from dampen.methods.layer_drop import LayerDrop
+from dampen.methods.lora_dropout import LoRADropout
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
 from dampen.methods.output_losses import ConfidencePenalty, Flooding, ZLoss
@@ -40,6 +42,7 @@ __all__ = [
     "AroraDropout",
     "AttentionEntropy",
     "BlurredAttention",
+    "ConcreteDropout",
     "ConfidencePenalty",
     "Consistency",
     "DropAttention",
@@ -57,6 +60,7 @@ __all__ = [
     "HiddenDropout",
     "InputMasking",
     "LayerDrop",
+    "LoRADropout",
     "Mixout",
     "NEFTune",
     "PatchDropout",

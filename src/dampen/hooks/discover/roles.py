@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.functional.explicit.layers import LowRank
-from dampen.regularizer import UnsupportedModel
+from dampen.regularizer import ADAPTERS, UnsupportedModel
 
 _NAMES = {
     "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q "
@@ -146,6 +146,15 @@ def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
 def is_adapter(name: str) -> bool:
     """Whether a map is one of the two that LoRA puts beside another (peft: lora_A, lora_B)."""
     return any(part.startswith("lora_") for part in name.split("."))
+
+
+def adapter_side(name: str) -> str:
+    """Which of LoRA's two maps a name says: "lora_a", which reads the input, or "lora_b"; else "".
+
+    >>> adapter_side("q_proj.lora_A.default"), adapter_side("q_proj.base_layer")
+    ('lora_a', '')
+    """
+    return next((side for part in name.split(".") if (side := part.lower()) in ADAPTERS), "")
 
 
 def _feed_forward_role(parts: Sequence[str]) -> str:

@@ -37,7 +37,14 @@ from dampen.hooks.discover.source import (
     shows_parts,
 )
 from dampen.hooks.experts import ExpertsPlan, find_experts
-from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
+from dampen.regularizer import (
+    ADAPTERS,
+    ATTENTION_STAGES,
+    BLOCK_STAGES,
+    LINEAR_STAGES,
+    ROLES,
+    Regularizer,
+)
 
 _KEYLESS = re.compile(
     r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE
@@ -85,7 +92,8 @@ class LayerPlan:
         has = {
             "attention": self.has_softmax,
             "feed-forward": bool(method.roles & self.roles & FEED_FORWARD),
-            "projections": bool(method.roles & self.roles - FEED_FORWARD),
+            "projections": bool(method.roles & self.roles - FEED_FORWARD - ADAPTERS),
+            "adapters": bool(method.roles & self.roles & ADAPTERS),
             "blocks": self._has_blocks(method) and bool(method.branch_roles & self.branch_roles),
         }
         return {part for part in parts_of(method) if has[part]}
@@ -113,12 +121,13 @@ class LayerPlan:
         experts = {
             role for plan in self.experts.values() for role in plan.parameters.values() if role
         }
-        return mha | experts | {plan.role for plan in self.linears.values()}
+        sides = {plan.side for plan in self.linears.values()} - {""}
+        return mha | experts | sides | {plan.role for plan in self.linears.values()}
 
 
 def parts_of(method: Regularizer) -> set[str]:
     """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward, projections (the
-    linear layers of attention), blocks (residual branches, or the block as a whole)."""
+    linear layers of attention), adapters (LoRA), blocks (residual branches, or the block as a whole)."""
     attends, multiplies = method.stages & set(ATTENTION_STAGES), method.stages & set(LINEAR_STAGES)
     read = (
         {"out"} if attends else ROLES_OF_ATTENTION
@@ -127,6 +136,7 @@ def parts_of(method: Regularizer) -> set[str]:
         "attention": bool(attends),
         "feed-forward": bool(multiplies and method.roles & FEED_FORWARD),
         "projections": bool(multiplies and method.roles & read),
+        "adapters": bool(multiplies and method.roles & ADAPTERS),
         "blocks": bool(method.stages & set(BLOCK_STAGES)),
     }
     return {part for part, acts in wanted.items() if acts}
