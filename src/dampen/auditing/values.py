@@ -24,7 +24,7 @@ from dampen.containers import tensors_in, with_tensors
 from dampen.handle import regularize
 from dampen.hooks.discover.sites import find_layers
 from dampen.hooks.patch import remove
-from dampen.regularizer import Call, Regularizer
+from dampen.regularizer import BranchCall, Regularizer
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative difference that counts as a leak between samples; 2e-2 for 16-bit numbers."""
@@ -403,8 +403,8 @@ class BranchCounter(Regularizer):
         super().__init__()
         self.counts = [counts]  # in a list: clones of this probe share it
 
-    def branch(self, b: Tensor, call: Call) -> Tensor:
-        self.counts[0][call.site.name] += 1
+    def branch(self, b: Tensor, call: BranchCall) -> Tensor:
+        self.counts[0][call.role] += 1
         return b
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BranchCounter:

@@ -76,8 +76,8 @@ dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
 
 dampen run my_recipe.toml --dry-run
 
-Exit codes: 0 done, 1 some runs failed or an audit found a problem, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
-became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
+Exit codes: 0 done, 1 some runs failed or an audit found a problem, 2 wrong usage or recipe, 3 data missing or damaged,
+4 folder in use, 5 a loss became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
 
 
 def available() -> dict[str, tuple[str, str]]:

@@ -10,12 +10,12 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from dampen.auditing.overfitting import ANSWERS, Curve, Fit, curve_of, judge, read_curve
+from dampen.auditing.overfitting import ANSWERS, Fit, curve_of, judge, read_curve
 from dampen.studies.errors import LabError
 
 FILE = "advice.json"
@@ -127,7 +127,7 @@ def _of_folder(folder: Path, train: str | None, valid: str | None) -> list[Curve
             fits, unknown = [], 0
             for run in entry.setting.logged.values():
                 lines = [
-                    {"at": line.at, "train": line.train, "valid": line.valid}
+                    {"epoch": line.at, "train": line.train, "valid": line.valid}
                     for line in run.lines()
                 ]
                 by_epoch = any(line.epoch is not None for line in run.lines())
@@ -138,7 +138,7 @@ def _of_folder(folder: Path, train: str | None, valid: str | None) -> list[Curve
                         raise LabError(str(error)) from error
                     unknown += 1
                     continue
-                fit = judge(Curve(curve.train, curve.valid, "epoch" if by_epoch else "step", curve.score, curve.names))  # fmt: skip
+                fit = judge(replace(curve, axis="epoch" if by_epoch else "step"))
                 fits += [fit] if fit else []
                 unknown += fit is None
             found.append(Curves(entry.name, entry.config.baseline, tuple(fits), unknown))
