@@ -1,7 +1,7 @@
 """A small diffusion transformer (DiT, 2212.09748) that learns to remove noise from scikit-learn's digits.
 
     dampen audit examples/diffusion.py:build
-    dampen compare examples/diffusion.py:train --methods "drop_path(rate=0.1), drop_key(rate=0.1), drop_head(rate=0.1)" --metric mse:min
+    dampen compare examples/diffusion.py:train --methods "drop_path(rate=0.1), drop_key, drop_head" --metric mse:min
 
 For real: latents of your autoencoder in `digits`, `DiTTransformer2DModel` of diffusers or your own blocks, and a sampler.
 """

@@ -1,7 +1,7 @@
 """FT-Transformer (2106.11959) on a table: each number becomes a token. scikit-learn's diabetes data, 442 patients.
 
     dampen audit examples/ft_transformer.py:build
-    dampen compare examples/ft_transformer.py:train --methods "drop_key(rate=0.1), hidden_dropout, drop_path(rate=0.1)" --metric rmse:min
+    dampen compare examples/ft_transformer.py:train --methods "drop_key, hidden_dropout, drop_path" --metric rmse:min
 
 For real: your table in `table`, standardized, with an embedding for each category beside the numbers.
 """

@@ -1,7 +1,7 @@
 """PatchTST (2211.14730) on a time series: a tiny one with random weights, on a synthetic series of seasons and noise.
 
     dampen audit examples/patchtst.py:build
-    dampen compare examples/patchtst.py:train --methods "drop_key(rate=0.1), drop_head(rate=0.1), feed_forward_dropout" --metric mse:min
+    dampen compare examples/patchtst.py:train --methods "drop_key, drop_head, feed_forward_dropout" --metric mse:min
 
 For real: your series in `series` (a CSV as a tensor of time x channels), `context_length=512`, `prediction_length=96` and
 the sizes of `PatchTSTConfig` as published.

@@ -1,7 +1,7 @@
 """Speech recognition with a Whisper-like model: a tiny one with random weights, on synthetic tones.
 
     dampen audit examples/speech_whisper.py:build
-    dampen compare examples/speech_whisper.py:train --methods "drop_key(rate=0.1), drop_path(rate=0.1), layer_drop" --metric nll:min
+    dampen compare examples/speech_whisper.py:train --methods "drop_key(rate=0.1), drop_path(rate=0.1), layer_drop"
 
 For real: `WhisperForConditionalGeneration.from_pretrained("openai/whisper-small")` in `small`, log-mel features of its
 `WhisperProcessor` for `x`, and the tokens of your transcripts for `y`.

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
+from dampen.auditing import KINDS
 from dampen.cli import main
 from dampen.studies.store import RunStore
+from tests.audit.healthy import HEALTHY
+from tests.audit.zoo import ZOO
 from tests.studies.synthetic_runs import write_study
 
 FILE = """
@@ -206,3 +211,13 @@ def test_dropout_takes_torchs_attention_off_its_fused_kernel():
         assert found.facts["attention kernels"] == {kernel: 1}
         told = [f.what for f in found.findings if f.kind == "attention_kernel"]
         assert told == (["runs as math because of dropout"] if rate else [])
+
+
+def test_the_page_lists_every_kind_of_finding():
+    page = Path(dampen.__file__).parents[2] / "docs" / "audit.md"
+    table = re.findall(r"^\| `(\w+)` \| (.*) \|$", page.read_text(), re.MULTILINE)
+    assert dict(table) == KINDS
+    counts = re.search(
+        r"tried on (\d+) broken models .*?(\d+) healthy", page.read_text(), re.DOTALL
+    )
+    assert (int(counts[1]), int(counts[2])) == (len(ZOO), len(HEALTHY))

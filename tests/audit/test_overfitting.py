@@ -147,7 +147,7 @@ def test_a_file_is_answered_in_words_with_suggestions(tmp_path):
     write_keras(tmp_path / "log.csv", points("improves"))
     assert "Train longer" in str(advice.examine(tmp_path / "log.csv"))
     write_keras(tmp_path / "log.csv", points("overfits")[:4])
-    assert "This cannot be told" in str(advice.examine(tmp_path / "log.csv"))
+    assert "No answer" in str(advice.examine(tmp_path / "log.csv"))
     (tmp_path / "log.csv").write_text("a,b\n1,2\n")
     with pytest.raises(LabError, match="Name it: --train COLUMN"):
         advice.examine(tmp_path / "log.csv")

@@ -23,7 +23,7 @@ ANSWERS = {
     "improves": "No, and validation still improves",
     "flat": "No, and validation no longer improves",
     "diverges": "No, training itself gets worse",
-    "unknown": "This cannot be told",
+    "unknown": "No answer",
 }
 """Every answer about a run, in words."""
 FEWEST = 6
