@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.studies.ensembles import ensembles_in_words
 from dampen.studies.methods_text import methods_as_text as written
 from dampen.studies.metric import METRICS, Metric, describe
 from dampen.studies.plugins import active
@@ -17,9 +18,9 @@ from dampen.studies.table import TRAINED, Entry, LoggedComparison, ResultTable, 
 from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
-"""Rows of a table that are shown before one asks for all."""
+"""Rows of a table that are shown at first."""
 PAGED = 300
-"""With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
+"""With more rows than these the page shows a part at a time and makes the rest only on demand."""
 
 CHIPS = {
     "better": "up",
@@ -50,7 +51,7 @@ def study_view(
     dark: dict[str, str],
     lead: Figure | None = None,
 ) -> dict[str, Any]:
-    """Everything the template needs for one study; `lead` is the figure that stands before the table.
+    """Everything the template needs for one study; `lead` is the figure before the table.
 
     Args:
         table: the runs of a study, judged.
@@ -89,6 +90,7 @@ def study_view(
         "paged": len(entries) > PAGED,
         "picker": picker_view(table, advice.pick, palette, dark),
         "race": race_text(study),
+        "ensembles": ensembles_in_words(table),
         "missing": missing_plugins(study),
         "lead": figure_view(lead, f"{key}-{lead.key}", palette, dark) if lead else None,
         "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],

@@ -152,7 +152,8 @@ class Trial:
 
         Calls with `step`, `epoch` or `valid` make a line of the log each (a log of more than 2,000
         lines is thinned); other calls are averaged until the next such call, or until there are
-        200. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
+        200. `valid_accuracy=0.9` is `valid={"accuracy": 0.9}`, `train_loss` and `loss` belong to
+        `train`. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
         infinite ends the trial as diverged."""
         with self._clock.pause():
             before = dict(self._log.known.get("train", {}))
@@ -264,7 +265,7 @@ class Trial:
         self._report(event | {"terms": {k: v for k, v in latest.items() if math.isfinite(v)}})
 
     def _resume_step(self) -> int:
-        """The step of the newest checkpoint, which `resume` would go on from."""
+        """The step of the newest checkpoint, which `resume` would load."""
         kept = saved_states(self.folder, "checkpoint")
         return int(kept[0].name.split("-")[1]) if kept else 0
 
@@ -411,7 +412,7 @@ def train_user_function(
     except BaseException as error:  # CancelledError, SystemExit and others are no Exception
         if is_ctrl_c(error):
             raise
-        raise _locate_error(error, execution.function, trial) from error
+        raise _locate_error(error, execution.function) from error
     finally:
         trial._log.write()
         for logger in trial._log.loggers:
@@ -421,7 +422,7 @@ def train_user_function(
         torch.set_grad_enabled(before[1])
 
 
-def _locate_error(error: BaseException, function: Function, trial: Trial) -> OwnCodeError:
+def _locate_error(error: BaseException, function: Function) -> OwnCodeError:
     """The error with the place in the user's code where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     root = str(function.code.root) if function.code.root else None
@@ -429,10 +430,7 @@ def _locate_error(error: BaseException, function: Function, trial: Trial) -> Own
     place = (in_user_code or frames)[-1]
     name = Path(place.filename).name if not place.filename.startswith("<") else place.filename
     message = "".join(traceback.format_exception_only(error)).strip()
-    failure = OwnCodeError(
-        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed "
-        f"{trial.seed})"
-    )
+    failure = OwnCodeError(f"{name}, line {place.lineno}, in {place.name}: {message}")
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
 
