@@ -27,7 +27,7 @@ ANSWERS = {
 }
 """Every answer about a run, in words."""
 FEWEST = 6
-"""Points of validation below which nothing is said."""
+"""Points of validation below which there is no answer."""
 BLOCKS = 20
 """Parts in which a long curve is averaged."""
 LEAST_CHANGE = 0.01
