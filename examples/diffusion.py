@@ -19,21 +19,18 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
         self.modulate = nn.Linear(width, 6 * width)
         nn.init.zeros_(self.modulate.weight)
         nn.init.zeros_(self.modulate.bias)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         a, b, gate1, d, e, gate2 = self.modulate(c).unsqueeze(1).chunk(6, -1)
-        h = self.norm1(x) * (1 + a) + b
+        h = self.norm(x) * (1 + a) + b
         x = x + gate1 * self.attn(h, h, h, need_weights=False)[0]
-        return x + gate2 * self.mlp(self.norm2(x) * (1 + d) + e)
+        return x + gate2 * self.mlp(self.norm(x) * (1 + d) + e)
 
 
 class DiT(nn.Module):
