@@ -115,7 +115,7 @@ def _coverage(reg: Handle) -> list[str]:
 
 def _outside(reg: Handle) -> list[str]:
     """What lies in no layer, beside the methods that do not reach it: feed-forward layers and residual blocks
-    (convolutional stages, a feed-forward that the model itself holds), attention that no name tells."""
+    (convolutional stages, a feed-forward that the model itself holds), attention whose names do not show it."""
     layers = find_layers(reg.model, whole_stacks=True)
     unnamed = find_unnamed(reg.model)
     lines = []

@@ -395,7 +395,7 @@ def _inner_feed_forward(module: nn.Module, by_shape: bool = True) -> dict[str, s
 def _role_in_block(attention: nn.Module, name: str, said: Mapping[str, str]) -> str:
     """The role of a linear map in an attention that is its own layer: of its feed-forward, or other.
 
-    The shapes tell only where the projections of the attention are known. Where none is, any map may be one (PaLM's
+    The shapes show it only where the projections of the attention are known. Where none is, any map may be one (PaLM's
     fused map, a block whose maps are called `fc_1` to `fc_4`).
     """
     maps = [n for n, m in attention.named_modules() if is_linear(m) or is_convolution(m)]
