@@ -179,7 +179,7 @@ _LOOKS = {
     "numel",
     "is_contiguous",
     "is_floating_point",
-    "is_neg",  # asked by the native kernels' entry of every tensor that they may read
+    "is_neg",  # read by the native kernels' entry for every tensor that they may read
     "__len__",
     "data_ptr",
     "get_device",

@@ -124,6 +124,9 @@ class Trial:
             model: any model with softmax attention.
             target_modules: pattern(s) of dotted names of layers or attention modules.
             options: the other keywords of `dampen.regularize`.
+
+        Returns:
+            the handle of `dampen.regularize`.
         """
         observer = Observer(self._stream, self._clock, self._step)
         handle: Handle
@@ -154,7 +157,18 @@ class Trial:
         lines is thinned); other calls are averaged until the next such call, or until there are
         200. `valid_accuracy=0.9` is `valid={"accuracy": 0.9}`, `train_loss` and `loss` belong to
         `train`. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
-        infinite ends the trial as diverged."""
+        infinite ends the trial as diverged.
+
+        Args:
+            step: the step of the values.
+            epoch: the epoch of the values.
+            train: training values by name; a NaN loss ends the run.
+            valid: validation values by name.
+            more: other numbers, or groups of them.
+
+        Raises:
+            Stopped: the run is to end.
+        """
         with self._clock.pause():
             before = dict(self._log.known.get("train", {}))
             groups = {"train": train, "valid": valid, **more}
@@ -174,7 +188,15 @@ class Trial:
         `state` is made of dicts, lists, numbers, strings, tensors and numpy arrays, such as
         state_dicts; anything else raises TypeError, because it could not be read back. Or a
         function that makes one: then it is called, and something written, only when a checkpoint is
-        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost."""
+        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost.
+
+        Args:
+            state: what to save, or a function that returns it.
+
+        Raises:
+            TypeError: the state could not be read back.
+            Stopped: the run is to end; the checkpoint is written.
+        """
         stopping = self.stopping
         with self._clock.pause():
             if not callable(state) or stopping or self._due():
@@ -189,6 +211,9 @@ class Trial:
     def resume(self) -> Any:
         """The state of the newest checkpoint, with generators and regularizers as they were; None
         at a fresh start.
+
+        Returns:
+            the saved state, or None.
         """
         found, damage = load_newest(self.folder, "checkpoint")
         for problem in damage:
