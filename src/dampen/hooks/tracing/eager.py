@@ -47,6 +47,7 @@ from dampen.hooks.tracing.scores import (
     Plain,
     are_exponentials,
     fit,
+    native_weights,
     read_model_mask,
     read_plain,
     stages_of_scores,
@@ -697,7 +698,7 @@ class EagerAttention:
                 (q, k, v),
             )
         s = layout.fold(scores)
-        mask = read_model_mask(product, layout)
+        mask = read_model_mask(product, layout, self.site)
         call.bias, call.mask, call.blind = None, None, None
         if mask is not None:
             call.mask, call.blind = mask.keep, mask.blind
@@ -740,6 +741,9 @@ class EagerAttention:
         layout: Any = product.layout
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
+        native = native_weights(s, product, regularizers, self.call)
+        if native is not None:
+            return layout.unfold(native)  # type: ignore[no-any-return]
         s = stages_of_scores(s, q, k, regularizers, self.call)
         return product.softmax.again(layout.unfold(s), product.scores)
 
