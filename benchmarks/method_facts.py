@@ -199,6 +199,13 @@ FACTS = {
         "for deep models that should also run with fewer layers",
         "in shallow models",
     ),
+    "lora_dropout": _facts(
+        r"W + \frac{s}{(1-p)^2}\, \mathrm{diag}(m_B)\, B A\, \mathrm{diag}(m_A), \quad m \sim \mathrm{Bernoulli}(1-p)",
+        "`LoRADropout(0.1)`",
+        {"fine-tuning with LoRA": "0.1 to 0.5; tune it with the rank"},
+        "when fine-tuning with LoRA overfits and the rank should stay as it is",
+        "without adapters, or beside a large `lora_dropout` at the same place",
+    ),
     "mixout": _facts(
         r"W' = U + \frac{(1-m)\odot(W-U)}{1-p}, \quad m \sim \mathrm{Bernoulli}(p)",
         "`Mixout(0.7)`",

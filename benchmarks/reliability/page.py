@@ -24,12 +24,14 @@ from the original; each of these is listed with the reason.
 """
 BAD = ("lost", "wrong", "tracebacks", "hangs")
 KNOWN = (*BAD, "what", "asked", "full", "repetitions", "seconds", "processor", "environment")
-HEAD = """# Hard to break
+HEAD = """# Fault-injection tests
 
-What happened when dampen was attacked, counted by `python -m benchmarks.reliability` (minutes; `--full` takes hours and
-repeats each attack as often as the last column says). Every attacked trial is run to its end and compared, to the last
+<!-- Generated from `benchmarks/records/reliability.json` by `python -m benchmarks.reliability --page`. -->
+
+`python -m benchmarks.reliability` attacks dampen and counts what happens. It takes minutes. `--full` takes hours and
+repeats each attack as often as the last column says. Every attacked run is trained to its end and compared, to the last
 bit, with one that was left alone. The goal is 0 in each of the four columns in the middle. Random points have a fixed
-seed. This page is written from `benchmarks/records/reliability.json` by `python -m benchmarks.reliability --page`.
+seed.
 
 | attack | repetitions | lost | wrong | tracebacks | hangs | also counted | with `--full` |
 |---|---|---|---|---|---|---|---|

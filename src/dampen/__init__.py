@@ -53,7 +53,7 @@ def _from_the_lab(name: str) -> Any:
         if error.name is not None and error.name.startswith("dampen"):
             raise
         raise ModuleNotFoundError(
-            f"dampen.{name} needs the lab, and {error.name} is not installed here. Run: pip install 'dampen[studies]'",
+            f"dampen.{name} needs dampen.studies, and {error.name} is not installed. Run: pip install 'dampen[studies]'",
             name=error.name,
         ) from error
 

@@ -293,7 +293,7 @@ def is_empty(t: torch.Tensor) -> bool:
 def is_static(size: int) -> bool:
     """Whether a size is a plain number, and not one that a compiled graph leaves open
     (`torch.compile(dynamic=True)`): `torch.fx.experimental.symbolic_shapes.has_static_value`, torch
-    2.5 and newer; only asked while tracing."""
+    2.5 and newer; only called while tracing."""
     if not torch.compiler.is_compiling():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -342,7 +342,7 @@ def placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def memory_is_gone(t: torch.Tensor) -> bool:
     """Whether a tensor has entries but no memory behind them, as FSDP leaves a weight between two
-    uses; reading it is an error or a crash. `untyped_storage`, torch 2.0 and newer; not asked while
+    uses; reading it is an error or a crash. `untyped_storage`, torch 2.0 and newer; not called while
     tracing, nor of wrapped tensors."""
     if torch.compiler.is_compiling() or in_functorch() or t.is_meta or t.numel() == 0:
         return False

@@ -89,7 +89,7 @@ class LinearCall:
 @dataclass(eq=False)
 class BranchCall:
     """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", "parallel" for both, or
-    "mixer" for what stands in the place of attention in a layer without one (Mamba)."""
+    "mixer" for what replaces attention in a layer without one (Mamba)."""
 
     role: str
     residual: Tensor
@@ -98,7 +98,7 @@ class BranchCall:
         None  # 1 where the block was seen to work on (N, B, D); None: by convention
     )
     skip: bool = (
-        True  # a method that sets it False takes the residual away: the branch goes on alone
+        True  # a method that sets it False takes the residual away: the branch continues alone
     )
     memory: dict[int, Any] = field(
         default_factory=dict
@@ -130,7 +130,7 @@ class Call:
     site: Site | None = None
     cross: bool = False
     given: Sequence[int] | None = None  # the shape of the first tensor that the module got
-    is_causal: bool = False  # the flag was given; no mask tensor stands for it
+    is_causal: bool = False  # the flag was given; there is no mask tensor
     mask: Tensor | None = (
         None  # the model's own bool mask (B or 1, H or 1, N or 1, M), True may be seen
     )
@@ -147,10 +147,10 @@ class Call:
     head_size: int = 0
     value_size: int = 0  # channels of a value head; mostly the same
     device: torch.device | None = None
-    rows: slice | None = None  # which queries this call stands for, when the queries come in chunks
+    rows: slice | None = None  # which queries this call covers, when the queries come in chunks
     valid: Tensor | None = None  # (B, N) bool, False on padded queries; None when nothing is padded
     seen: Tensor | None = (
-        None  # the valid keys of all queries, which a chunk's own mask does not tell
+        None  # the valid keys of all queries, which a chunk's own mask does not show
     )
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(
@@ -255,8 +255,8 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
         found = ", ".join(sorted(call.maps)) or "none"
         where = call.site.name if call.site else "this attention"
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{where}': cannot tell which linear "
-            f"map makes {role} (roles found: {found}). Say it when regularizing: "
+            f"{type(call.module).__name__} at '{where}': cannot find the linear "
+            f"layer that makes {role} (roles found: {found}). Name it: "
             f"regularize(..., projections={{'q': 'name', 'k': 'name', 'v': 'name'}}) "
             f"or {{'qkv': 'name'}}, with names inside the attention module."
         )
@@ -286,7 +286,7 @@ def claimed_rows(call: Call, role: str) -> slice | None:
     """The rows of a fused map that make a role by convention: all of q, then k, then v. None where they do not fit."""
     try:
         rows = find_source(call, role)[1]
-    except RuntimeError:  # said where a method asks for the map
+    except RuntimeError:  # raised where a method requests the map
         return None
     return rows if isinstance(rows, slice) else None
 
@@ -465,8 +465,8 @@ class Penalties:
     # while a forward runs
 
     def counts(self, clone: Regularizer) -> bool:
-        """Whether a penalty that is being made is to be kept: in training, with gradients, or where it was asked
-        for."""
+        """Whether a penalty that is being made is to be kept: in training, with gradients, or where it was requested
+        explicitly."""
         if self.asked():
             return True
         if not clone.training:
@@ -483,7 +483,7 @@ class Penalties:
 
     def keeps_nothing(self) -> bool:
         """Whether no penalty of the model's forward under way would be kept: it has no gradients (`generate`), and
-        `reg.loss` did not ask for it."""
+        `reg.loss` did not request it."""
         return (
             not torch.is_grad_enabled()
             and not self.gradients
@@ -582,7 +582,7 @@ class Penalties:
     # watching the backward
 
     def watch(self, clone: Regularizer) -> None:
-        """Have a parameter of the clone's layer tell when a backward reaches it. Cheap where one is watched already.
+        """Have a parameter of the clone's layer report when a backward reaches it. Cheap where one is watched already.
 
         Looked for anew where it was frozen or replaced meanwhile (LoRA; FSDP2 has its own inside a forward)."""
         if not self.strict:

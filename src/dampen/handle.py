@@ -48,20 +48,20 @@ def regularize(
 
     Args:
         model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
-            computed by its own code; what cannot be told is refused.
+            computed by its own code; what cannot be recognized raises.
         methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) + drop_head". Each is
             cloned, the given objects are left alone.
         target_modules: pattern(s) of dotted names of layers or attention modules, as in
             `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
-        projections: which linear map makes what, where names do not tell: role -> name inside the attention module.
+        projections: which linear layer has which role, where names do not show it: role -> name inside the attention module.
         depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
             "model": all layers count as one stack. Layers count in the order in which they run, which the first forward
             shows (until then: in which the model lists them) or `example`.
         strict: raise where penalties were left out of the loss (a backward ran while they waited), or a two-pass
             method was (the model was trained outside `reg.loss`). False for those who mean it.
         example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
-            tells at once what the first training step would: an attention that cannot be entered, for one.
+            reports at once what the first training step would: an attention that cannot be entered, for one.
         attach_to_loss: for trainers whose loss cannot be touched: adds the penalty gradients through the loss that the
             model itself returns, whose value stays what it was (`reg.attached` has the penalties). A number instead
             of True where it returns none: how much of that gradient each backward adds.
@@ -185,7 +185,7 @@ class Handle(OldNames):
         return max((r.passes for r in self.clones), default=1)
 
     def progress(self, t: float) -> None:
-        """Tell the schedules how far training is, in [0, 1]. Call it between steps."""
+        """Set the progress of training, in [0, 1], for the schedules. Call it between steps."""
         self._alive()
         self._progress = check_progress(t)
         self._settle_order()
@@ -356,7 +356,7 @@ class Handle(OldNames):
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """The learnable values of the regularizers (none unless a method was asked to learn): give them to the
+        """The learnable values of the regularizers (none unless a method learns): give them to the
         optimizer.
 
         They are parameters of the model too, so `model.parameters()` already holds them."""

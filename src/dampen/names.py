@@ -41,14 +41,15 @@ MATRIX_STAGES = ("logits", "probs")
 def snake_case(name: str) -> str:
     """The registry name of a class.
 
-    >>> snake_case("DropKey"), snake_case("RDrop")
-    ('drop_key', 'r_drop')
+    >>> snake_case("DropKey"), snake_case("RDrop"), snake_case("LoRADropout")
+    ('drop_key', 'r_drop', 'lora_dropout')
     """
+    name = name.replace("LoRA", "Lora")  # one word, however it is spelled
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def leave_out(name: str) -> str:
-    """How to go on without one layer or attention, for the end of an error. The model itself cannot
+    """How to continue without one layer or attention, for the end of an error. The model itself cannot
     be left out.
 
     >>> leave_out("blocks.0")

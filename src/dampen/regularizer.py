@@ -66,6 +66,9 @@ from dampen.schedules import (
 ROLES = ("q", "k", "v", "qkv", "kv", "out", "ffn_in", "ffn_out")
 """What a linear map of a block is for. A fused projection has the role qkv (or kv)."""
 
+ADAPTERS = frozenset({"lora_a", "lora_b"})
+"""The roles of the two maps of a low-rank adapter (LoRA), for methods that name them in `roles`."""
+
 
 _serials = itertools.count()
 _BELOW_1 = 1 - 2**-24  # the largest float32 below 1
@@ -104,6 +107,8 @@ class Regularizer(nn.Module):
     """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
+    needs_adapters: ClassVar[bool] = False
+    """True for a method on low-rank adapters: its contracts are checked on models that have some."""
     needs_module: ClassVar[bool] = False
     """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
     skips_samples: bool = False
@@ -149,7 +154,7 @@ class Regularizer(nn.Module):
     changed_maps: frozenset[str] = frozenset()
     """The linear layers (their roles) that other methods of the same block change, known once a clone is placed."""
     example: ClassVar[dict[str, Any]] = {}
-    """Arguments of a sensible instance, for methods that do nothing until they are told what to act on."""
+    """Arguments of a sensible instance, for methods that do nothing until they get something to act on."""
     zero_is_identity: bool = True
     """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
     to be False for a class with a `neutral` of its own that does not say otherwise."""
@@ -203,12 +208,12 @@ class Regularizer(nn.Module):
             False  # a penalty was made where gradients are off inside a forward that has them
         )
         self.watched: tuple[nn.Module, str, nn.Parameter] | None = (
-            None  # tells the ledger of a backward
+            None  # reports a backward to the ledger
         )
 
     @classmethod
     def canonical(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The one spelling of all arguments that make the same function: the lab trains rows that agree here once."""
+        """The one spelling of all arguments that make the same function. A study trains equal ones once."""
         return dict(arguments)
 
     # --- the stages, in the order in which the data meets them
@@ -256,7 +261,7 @@ class Regularizer(nn.Module):
         return a
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        """What each head gives out, before the output projection."""
+        """Head output, before the output projection."""
         return o
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
@@ -411,7 +416,7 @@ class Regularizer(nn.Module):
         return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
-        """Tell the clone where it lives; lists with one value per layer must match the number of layers. A clone may be
+        """Set the place of the clone; lists with one value per layer must match the number of layers. A clone may be
         placed again, once it is known in which order the layers run."""
         self._given = self._schedules = dict(self._schedules if self.site is None else self._given)
         for name, (schedule, high) in list(self._schedules.items()):
@@ -468,7 +473,7 @@ class Regularizer(nn.Module):
 
     @property
     def does_nothing(self) -> bool:
-        """Whether nothing was asked of a method that must be told what to act on, as with `ExplicitDropout()`."""
+        """True if a method that needs something to act on got nothing, as with `ExplicitDropout()`."""
         return False
 
     @property
@@ -524,7 +529,7 @@ def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
     replace or add numbers, those that drop some; among these by name, and two of one class by what they print."""
     given = list(regularizers)
     names = [r.name for r in given]
-    # what a method prints tells two of one class apart; a graph may not depend on the numbers in it
+    # what a method prints separates two of one class; a graph may not depend on the numbers in it
     several = (
         {}
         if torch.compiler.is_compiling()

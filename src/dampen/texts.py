@@ -180,7 +180,7 @@ def _reason(text: str, told: str) -> str:
 
 
 def _hide_files(text: str) -> tuple[str, dict[str, str]]:
-    """`my.py:HeadDropout` is no Python expression: a word stands for each until the text is parsed."""
+    """`my.py:HeadDropout` is no Python expression: a word replaces each until the text is parsed."""
     files: dict[str, str] = {}
 
     def hide(match: re.Match[str]) -> str:
@@ -249,7 +249,7 @@ def check_plain(value: Any, path: str, depth: int = 0) -> list[str]:
 
     Args:
         value: what should be plain data.
-        path: where it stands, as a prefix of each problem.
+        path: its place, as a prefix of each problem.
         depth: of the tables around it.
 
     >>> check_plain({"lr": 0.1, "betas": [0.9, float("inf")]}, "train")

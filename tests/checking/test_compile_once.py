@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import dampen
-from dampen.checking.subjects import with_companion, with_example
+from dampen.checking.subjects import adapted, with_companion, with_example
 from dampen.registry import methods
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -18,7 +18,8 @@ X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 def test_one_graph_over_the_first_steps(name):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=2, heads=2, mlp=12).train()
+    model = dampen.models.ViT(image_size=8, patch_size=4, width=8, depth=2, heads=2, mlp=12)
+    model = adapted(model, methods()[name]).train()
     reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]))
     counter = CompileCounter()
     run = torch.compile(model, backend=counter, fullgraph=True)

@@ -12,7 +12,7 @@ import dampen
 from dampen.checking import SUBJECTS, check_contract, check_pair
 from dampen.checking.contracts import check_finite, check_leak, same
 from dampen.checking.pairs import COMPANIONS
-from dampen.checking.subjects import Attached, with_example
+from dampen.checking.subjects import Attached, subject_for, with_example
 from dampen.functional.explicit import FORMS
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
@@ -57,8 +57,8 @@ def test_pairs_by_family_leave_out_no_method_and_no_family():
 def test_pair(first, second):
     """Contracts 1, 3, 5, 9 and 10 for two methods together, eagerly, on an image, a causal and a padded model."""
     for name in ("vit", "llama", "bert"):
-        subject = SUBJECTS[name]
         makes = [with_example(METHODS[first]), with_example(METHODS[second])]
+        subject = subject_for(makes, SUBJECTS[name])
         try:
             trial = Attached(makes, subject)
         except UnsupportedModel:

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dampen
-from dampen.checking.subjects import with_companion, with_example
+from dampen.checking.subjects import adapted, with_companion, with_example
 from dampen.registry import methods
 
 X = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -15,6 +15,7 @@ def attached(name):
     torch.manual_seed(0)
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp": 16}
     model = dampen.models.ViT(image_size=8, patch_size=2, channels=1, **sizes).train()
+    model = adapted(model, methods()[name]).train()
     chosen = with_companion([with_example(methods()[name])()])
     return model, dampen.regularize(model, chosen, strict=False)
 

@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 import dampen
 from dampen import late, linear
+from dampen.checking.subjects import adapted
 from dampen.registry import methods
 from dampen.regularizer import MODEL_STAGES, STEP_STAGES
 
@@ -49,7 +50,7 @@ def test_a_value_of_zero_makes_no_call(name):
     values = dict.fromkeys(cls.example or ("rate",), late(0.4, 0.5))
     if "weight" in cls.__init__.__annotations__:
         values = {"weight": late(0.4, 0.5)}
-    model = vit()
+    model = adapted(vit(), cls).train()
     plain = calls(model)
     random = torch.get_rng_state()
     reg = dampen.regularize(model, cls(**values))

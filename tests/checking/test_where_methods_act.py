@@ -35,7 +35,8 @@ MODELS = {
 NAMES = [
     name
     for name, cls in methods().items()
-    if cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS
+    if (cls().stages - set(MODEL_STAGES) - {"tokens"} or name in ARGUMENTS)
+    and not cls.needs_adapters
 ]
 
 

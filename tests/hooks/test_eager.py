@@ -605,7 +605,7 @@ def test_five_axes_that_nothing_tells_apart_are_refused():
     del model[0].num_heads
     dampen.regularize(model, DropHead(0.5))
     model[0]._dampen_attention.follow = False  # as in a compiled graph without a forward before it
-    with pytest.raises(RuntimeError, match="does not tell which of them are the heads"):
+    with pytest.raises(RuntimeError, match="does not show which of them are the heads"):
         model(torch.randn(3, 6, N, H * D))
 
 

@@ -173,7 +173,9 @@ def test_projections_can_be_said():
         def forward(self, x):
             return F.scaled_dot_product_attention(self.ask(x), self.tell(x), self.give(x))
 
-    with pytest.raises(RuntimeError, match=r"cannot tell which linear map makes q .*projections="):
+    with pytest.raises(
+        RuntimeError, match=r"cannot find the linear layer that makes q .*projections="
+    ):
         model = nn.Sequential(OddAttention())
         dampen.regularize(model, Watch(branches=False))
         model(FEATURES)

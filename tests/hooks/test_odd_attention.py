@@ -220,7 +220,7 @@ def test_more_keys_than_tokens_are_no_padding_where_all_are_seen():
     torch.testing.assert_close(reg.penalty(), 0.5 * 0.2**2 * y.square().sum(-1).mean())
     keep = torch.ones(B, N, dtype=torch.bool)
     keep[0, -2:] = False
-    with pytest.raises(RuntimeError, match="does not tell which of its tokens are padding"):
+    with pytest.raises(RuntimeError, match="does not show which of its tokens are padding"):
         model(X, keep=keep)
     handle.remove()
     reg.remove()

@@ -98,11 +98,11 @@ def random_now(model, x):
 def test_every_place_is_listed_with_its_rate():
     reg = dampen.regularize(timm_vit(), DropKey(0.1))
     text = repr(reg)
-    assert "(own)  attention dropout 0.2: blocks.*.attn.attn_drop (x3)" in text
-    assert "(own)  dropout 0.15: blocks.*.attn.proj_drop (x3)" in text
-    assert "(own)  drop path 0.15: blocks.*.drop_path1" in text
-    assert "(own)  drop path 0.3: blocks.*.drop_path2" in text
-    assert "(own)  dropout 0.1: head_drop" in text
+    assert "(built-in)  attention dropout 0.2: blocks.*.attn.attn_drop (x3)" in text
+    assert "(built-in)  dropout 0.15: blocks.*.attn.proj_drop (x3)" in text
+    assert "(built-in)  drop path 0.15: blocks.*.drop_path1" in text
+    assert "(built-in)  drop path 0.3: blocks.*.drop_path2" in text
+    assert "(built-in)  dropout 0.1: head_drop" in text
 
 
 def test_rates_kept_as_numbers_are_listed():

@@ -11,6 +11,7 @@ import torch
 
 import dampen
 from dampen.calls import BranchCall, Call, LinearCall
+from dampen.checking.subjects import adapted
 from dampen.masks import bernoulli, few_kept, keep_factor
 from dampen.native import library
 from dampen.registry import methods
@@ -138,9 +139,8 @@ RATED = [
 def test_every_method_stays_finite(name, rate):
     """1 - 1e-9 is 1 in float32: a tensor of it would scale by 1 / 0, and 0 times that is no number."""
     torch.manual_seed(0)
-    model = dampen.models.ViT(
-        image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16
-    ).train()
+    model = dampen.models.ViT(image_size=16, patch_size=4, width=16, depth=2, heads=2, mlp=16)
+    model = adapted(model, methods()[name]).train()
     reg = dampen.regularize(model, methods()[name](rate=rate))
     loss, _ = reg.loss(lambda: model(torch.randn(4, 3, 16, 16)), lambda out: out.square().mean())
     loss.backward()

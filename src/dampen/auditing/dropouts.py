@@ -233,7 +233,7 @@ def _evaluated(
 def _functional(
     s: AuditedModel, trials: _Trials, base: Forward, owned: set[tuple[str, float | None]]
 ) -> list[Dropout]:
-    """Dropout calls in the code that no rate of a module stands for."""
+    """Dropout calls in the code that no module's rate describes."""
     found: dict[tuple[str, float], bool] = {}
     for d in base.record.forward:
         rate = _rounded(d.rate)
@@ -389,7 +389,7 @@ def _find_in_eval(
 
 
 def _hides_modules(module: nn.Module) -> bool:
-    """Whether a module keeps others where it is not asked for its children."""
+    """Whether a module keeps others without listing its children."""
     children = set(map(id, module.modules()))
     for value in vars(module).values():
         values = value if isinstance(value, list | tuple) else []

@@ -370,7 +370,7 @@ def _size(out: Any) -> int:
 
 
 def _digest(out: Any) -> tuple[int, float]:
-    """How many numbers a draw gave, and one number that tells them from others."""
+    """How many numbers a draw gave, and one number that identifies them."""
     size, total = 0, 0.0
     with torch.no_grad():
         for t in tensors_in(out):

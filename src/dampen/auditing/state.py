@@ -161,7 +161,7 @@ def _restore(attributes: dict[str, Any], outline: list[tuple[str, Any, Any]]) ->
 
 
 def _is_other(now: list[Any], before: list[Any]) -> bool:
-    """Whether two lists hold other objects. Equality is not asked: tensors answer it elementwise."""
+    """Whether two lists hold other objects. Equality is not used: tensors answer it elementwise."""
     if len(now) != len(before):
         return True
     pairs = zip(now, before, strict=True)

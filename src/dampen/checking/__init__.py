@@ -16,7 +16,13 @@ from dataclasses import dataclass
 
 from dampen.checking.contracts import CONTRACTS, ONCE
 from dampen.checking.pairs import PAIR_CONTRACTS
-from dampen.checking.subjects import SUBJECTS, ContractBroken, Subject, with_example
+from dampen.checking.subjects import (
+    SUBJECTS,
+    ContractBroken,
+    Subject,
+    subject_for,
+    with_example,
+)
 from dampen.hooks.model import blame
 from dampen.regularizer import Regularizer, UnsupportedModel
 
@@ -95,7 +101,9 @@ def check_contract(make: Callable[[], Regularizer], contract: str, subject: str)
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}. Known: {', '.join(known)}.")
     return _outcome(
-        contract, subject, lambda: CONTRACTS[contract](with_example(make), SUBJECTS[subject])
+        contract,
+        subject,
+        lambda: CONTRACTS[contract](with_example(make), subject_for(make, SUBJECTS[subject])),
     )
 
 
@@ -122,7 +130,11 @@ def check_pair(
         return _outcome(
             name,
             subject,
-            lambda: check(with_example(first), with_example(second), SUBJECTS[subject]),
+            lambda: check(
+                with_example(first),
+                with_example(second),
+                subject_for([first, second], SUBJECTS[subject]),
+            ),
         )
 
     return [outcome(name) for name in PAIR_CONTRACTS]

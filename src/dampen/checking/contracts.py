@@ -31,6 +31,7 @@ from dampen.checking.subjects import (
     require,
     same,
     same_gradients,
+    subject_for,
     task_loss,
     with_companion,
     with_example,
@@ -209,10 +210,10 @@ def compiled_dynamic(
     numbers of images."""
     torch.compiler.reset()
     try:
-        trial = Attached(make, shallow(make, ENCODER))
+        trial = Attached(make, shallow(make, subject_for(make, ENCODER)))
         batches = [_sequences(n, 2 + i) for i, n in enumerate(lengths)]
     except UnsupportedModel:
-        trial = Attached(make, SHALLOW)
+        trial = Attached(make, subject_for(make, SHALLOW))
         batches = [
             {"images": trial.inputs["images"].repeat(2 + i, 1, 1, 1)} for i in range(len(lengths))
         ]
@@ -251,7 +252,8 @@ def shallow(make: Make, subject: Subject) -> Subject:
     left_out = bool(schedules) and all(always_zero(s, 0.0) for s in schedules)
     if left_out:
         return subject
-    return {"vit": SHALLOW, "encoder": SHORT_ENCODER}.get(subject.name, subject)
+    short = {"vit": SHALLOW, "encoder": SHORT_ENCODER}.get(subject.name, subject)
+    return subject_for(make, short)
 
 
 def compiled_inductor(make: Make, subject: Subject) -> None:

@@ -18,8 +18,10 @@ from dampen.checking.subjects import (
     Attached,
     ContractBroken,
     Make,
+    Subject,
     require,
     same,
+    subject_for,
     with_example,
 )
 
@@ -76,7 +78,7 @@ def ddp_equals_one_process(make: Make, rank: int) -> None:
     method = make()
     if method.stochastic or method.passes > 1:
         return
-    alone, trial = Attached(make, SUBJECTS["vit"]), Attached(make, SUBJECTS["vit"])
+    alone, trial = Attached(make, _vit(make)), Attached(make, _vit(make))
     images = _images()
     alone.step(images)
     wrapped = DistributedDataParallel(trial.model)
@@ -93,7 +95,7 @@ def ddp_stays_in_step(make: Make, rank: int) -> None:
         make: makes the regularizer: a class, or a function without arguments.
         rank: of this process.
     """
-    trial = Attached(make, SUBJECTS["vit"])
+    trial = Attached(make, _vit(make))
     wrapped = DistributedDataParallel(trial.model)
     optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
     for step in range(3):
@@ -129,7 +131,7 @@ def fsdp_trains(make: Make, rank: int) -> None:
 def fsdp_state_is_whole(make: Make, rank: int) -> None:
     """`reg.state_dict()` of a sharded model loads into one that is not, and the other way, to the
     bit."""
-    alone, trained = Attached(make, SUBJECTS["vit"]), _sharded_by_blocks(make)
+    alone, trained = Attached(make, _vit(make)), _sharded_by_blocks(make)
     optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.5)
     trained.step(_images(), seed=3)
     optimizer.step()
@@ -148,7 +150,7 @@ def fsdp_state_is_whole(make: Make, rank: int) -> None:
 def fsdp_by_linear_layer(make: Make, rank: int) -> None:
     """With every linear layer a unit of its own, the loss is that of one process, or the method
     refuses in words."""
-    alone, trial = Attached(make, SUBJECTS["vit"]), Attached(make, SUBJECTS["vit"])
+    alone, trial = Attached(make, _vit(make)), Attached(make, _vit(make))
     for block in trial.model.blocks:  # type: ignore[union-attr]
         for layer in [m for m in block.modules() if isinstance(m, nn.Linear)]:
             fully_shard(layer)
@@ -165,7 +167,7 @@ def fsdp_by_linear_layer(make: Make, rank: int) -> None:
 
 
 def _sharded_by_blocks(make: Make) -> Attached:
-    trial = Attached(make, SUBJECTS["vit"])
+    trial = Attached(make, _vit(make))
     for block in trial.model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     fully_shard(trial.model)
@@ -176,6 +178,10 @@ CHECKS: tuple[Check, ...] = (
     ddp_equals_one_process, ddp_stays_in_step,
     fsdp_trains, fsdp_state_is_whole, fsdp_by_linear_layer,
 )  # fmt: skip
+
+
+def _vit(make: Make) -> Subject:
+    return subject_for(make, SUBJECTS["vit"])
 
 
 def _images() -> dict[str, Tensor]:

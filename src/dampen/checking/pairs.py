@@ -198,7 +198,7 @@ class _Tape:
         return self.kept.setdefault(id(value), (value, value.detach().clone()))[1]
 
     def swap(self, place: str, value: Any) -> Any:
-        """What to go on with at a place: the value, kept for later runs, or what an earlier run
+        """What to continue with at a place: the value, kept for later runs, or what an earlier run
         kept there."""
         if self.places is None:
             kept = self.calls.setdefault(place, [])

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dampen._torch import declare_torchvision_operators
 from dampen.handle import Handle, regularize
+from dampen.hooks.discover.sites import find_layers
 from dampen.methods.drop_key import DropKey
 from dampen.models import FeatureEncoder, ViT
 from dampen.regularizer import Regularizer
@@ -51,6 +52,9 @@ class Subject:
     library: str = ""
     """The package it comes from, where that is not dampen itself."""
 
+    adapted: bool = False
+    """Whether it has low-rank adapters, for methods that need them."""
+
     def missing(self) -> str:
         """The library without which it cannot be built; empty where it can."""
         if self.library and importlib.util.find_spec(self.library) is None:
@@ -65,7 +69,10 @@ class Subject:
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.build().train()
+            model = self.build()
+            if self.adapted:
+                add_adapters(model)
+            return model.train()
 
     def inputs(self, seed: int = 1) -> dict[str, Tensor]:
         """A batch, the same for the same seed.
@@ -76,6 +83,68 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.batch()
+
+
+class LowRankLinear(nn.Module):
+    """A linear layer with a low-rank adapter beside it, y = W x + b + s B A x, in the form of
+    peft's: for models without peft.
+
+    Args:
+        base: the linear layer.
+        rank: of the adapter.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer, self.active_adapters = base, ["default"]
+        self.scaling = {"default": 0.5}
+        a = nn.Linear(base.in_features, rank, bias=False)
+        b = nn.Linear(rank, base.out_features, bias=False)
+        self.lora_A, self.lora_B = nn.ModuleDict({"default": a}), nn.ModuleDict({"default": b})
+        self.disable_adapters = self.merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        update: Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        y: Tensor = self.base_layer(x)
+        return y + self.scaling["default"] * update
+
+
+def add_adapters(model: nn.Module) -> None:
+    """Put an adapter beside every linear layer of a model's layers.
+
+    Args:
+        model: not regularized.
+    """
+    for plan in find_layers(model, whole_stacks=True):
+        for name, linear in plan.linears.items():
+            owner, _, leaf = name.rpartition(".")
+            if isinstance(linear.module, nn.Linear):
+                setattr(model.get_submodule(owner), leaf, LowRankLinear(linear.module))
+
+
+def adapted(model: nn.Module, make: Make) -> nn.Module:
+    """The model, with adapters where a method needs them.
+
+    Args:
+        model: not regularized.
+        make: makes the regularizer.
+    """
+    if with_example(make)().needs_adapters:
+        add_adapters(model)
+    return model
+
+
+def subject_for(make: Make | Sequence[Make], subject: Subject) -> Subject:
+    """The subject, with adapters where a method needs them.
+
+    Args:
+        make: makes the regularizer, or several.
+        subject: the model to try it on.
+    """
+    makes = [make] if callable(make) else list(make)
+    if any(with_example(m)().needs_adapters for m in makes):
+        return replace(subject, adapted=True)
+    return subject
 
 
 def _vit(depth: int = 2) -> nn.Module:

@@ -49,7 +49,7 @@ PANELS = {
     "bench": "Measure",
     "diagnose": "Measure",
 }
-"""The panel of the help that a command stands in; the others stand in the last one."""
+"""The panel of the help that lists a command; the others are in the last one."""
 LOADS_TORCH = ("bench", "compare", "demo", "diagnose", "doctor", "noise", "run")
 WIDEST = 100
 """Columns of the help, also on a wider terminal."""
@@ -205,7 +205,7 @@ def without_extras(arguments: Sequence[str], missing: Sequence[str]) -> NoReturn
 
 
 def _placeholder() -> None:
-    """Stands in for a subcommand that was not called."""
+    """Replaces a subcommand that was not called."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

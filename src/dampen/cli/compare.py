@@ -1,4 +1,4 @@
-"""`dampen compare`: the fair comparison without writing a recipe, of the lab's training or of one's own."""
+"""`dampen compare`: a fair comparison without a recipe, of the built-in trainer or of your own training function."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ BRINGS = {
     "--folds": "a training function splits its own data; it can take the fold from trial.seed",
     "--accelerator": "a training function chooses its own device",
 }
-"""Options of the lab's trainer, and why a user's own training has no use for them."""
+"""Options of the built-in trainer, and why a user's training function cannot use them."""
 
 
 def refuse_options_of_the_trainer(given: Mapping[str, Any]) -> None:
@@ -376,7 +376,7 @@ def request_of_function(
 
 
 def _named(asked: ComparisonRequest, plan: Any) -> Any:
-    """The function, told the rows of another plan."""
+    """The function with the rows of another comparison."""
     from dataclasses import replace
 
     if asked.function is None:

@@ -133,7 +133,7 @@ def _print_answers(console: Console, run: ComparisonResult, advice: Advice, said
 
 
 def _write_page(console: Console, run: ComparisonResult) -> Path | None:
-    """Write report.html in the folder of the study. A page that cannot be written is said and costs no result."""
+    """Write report.html in the folder of the study. A page that cannot be written is reported and costs no result."""
     from dampen.studies.report import write_report
 
     if not any(entry.summary.n for entry in run.table.entries):
@@ -239,7 +239,7 @@ Title = Annotated[
     typer.Option(help="The title of the table and of the page.", rich_help_panel=OUTPUT),
 ]
 GOING = (0, 1, 4, 5)
-"""Exit codes after which the other rows can go on: all well, some trial failed, was locked, diverged."""
+"""Exit codes after which the other rows can run: all well, some trial failed, was locked, diverged."""
 
 
 def race_and_conclude(

@@ -247,12 +247,12 @@ def measure_conditioning(
 
 
 class ConditionProbe:
-    """Condition numbers during training: a callback for the lab, or for any loop, that answers
+    """Condition numbers during training: a callback for the built-in trainer, or for any loop, that answers
     every k steps.
 
     `probe(step, model, batch)` gives plain data for a record when `step` is a multiple of `every`,
     else an empty dict. A batch is what the model takes, (inputs, labels), a mapping with "labels",
-    or the lab's mapping with "inputs" and "target".
+    or the built-in trainer's mapping with "inputs" and "target".
 
     Args:
         every: measure each so many steps.

@@ -160,7 +160,7 @@ def grid_of(
 
 def model_grid(model: nn.Module) -> tuple[int, int] | None:
     """The grid of patches that a vision model makes of its images, if exactly one patch embedding
-    tells it.
+    has one.
 
     Args:
         model: any model.

@@ -119,7 +119,7 @@ def check_count(share: Share, keys: int) -> Share:
 def in_top_of_rows(s: Tensor, share: Share) -> Tensor | None:
     """Which scores (B, H, N, M) are among the largest of their rows; None where those are more than
     two, for which `in_top` is quicker. Exact with ties: the largest is taken out once, wherever it
-    stands.
+    is.
 
     Args:
         s: scores (..., M).

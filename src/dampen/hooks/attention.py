@@ -188,7 +188,7 @@ class Socket(TorchFunctionMode):
             plain.mask,
             scale=plain.scale,
         )
-        assert isinstance(out, Tensor)  # no weights were asked for
+        assert isinstance(out, Tensor)  # no weights were requested
         return out
 
     def _watch(self, call: Call, before: bool) -> None:
@@ -209,8 +209,8 @@ class Socket(TorchFunctionMode):
             elif odd and not call.cross and call.valid is not None:
                 raise RuntimeError(
                     f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
-                    f"{call.shape[3]} keys, so its mask of keys does not tell which of its tokens are padding. "
-                    f"Take a method without penalties, or {leave_out(self.site.name)}."
+                    f"{call.shape[3]} keys, so its mask of keys does not show which of its tokens are padding. "
+                    f"Use a method without penalties, or {leave_out(self.site.name)}."
                 )
             return
         self.seen = True
@@ -249,7 +249,9 @@ class Socket(TorchFunctionMode):
                 call = LinearCall(linear.role, input, weight, bias, module, self.site.layer.site)
                 return apply_linear(self.frame, self.regularizers, call, F.linear)
         out = F.linear(input, weight, bias)
-        if self.call.followed is not None:
+        # what an adapter adds to a map's output leaves the channels those of the map
+        adapts = any(m.weight is weight for m in self.site.adapters)
+        if self.call.followed is not None and not adapts:
             self.call.followed.start(out, -1)
         return out
 
@@ -301,7 +303,7 @@ def socket_attention(
         query, key, value = (layout.fold(t) for t in (query, key, value))
         companions = [None if c is None else layout.fold(c) for c in companions]
         attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else layout.fold(attn_mask)
-    if query.ndim == 4:  # else nobody asks
+    if query.ndim == 4:  # else unused
         call.shape, call.head_size, call.value_size = (
             (*query.shape[:3], key.shape[2]),
             query.shape[3],
@@ -387,7 +389,7 @@ def attention_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             mine = not torch.compiler.is_compiling() and last.thread == threading.get_ident()
             frame = last if mine else frame_of(layer)
         work = frame.work if frame is not None else None
-        if work is None or work.training is not self.training:  # no block has asked for this module
+        if work is None or work.training is not self.training:  # no block uses this module
             work = layer.at_work(self)
         active = [] if work is None or site.over_channels else work.attention
         if active:
@@ -527,7 +529,7 @@ def in_attention(
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an attention module that only tells its block what it is, for branches without SDPA (Swin)."""
+    """The forward of an attention module that only reports its kind to its block, for branches without SDPA (Swin)."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         frame = frame_of(self._dampen_mark)
@@ -539,7 +541,7 @@ def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> None:
-    """Nothing may be silent: a regularizer that was never asked for has done nothing."""
+    """Nothing may be silent: a regularizer that was never called has done nothing."""
     stages = sorted({s for r in site.layer.clones for s in r.stages if s in ATTENTION_STAGES})
     scripted = scripted_function(module)
     if scripted:

@@ -39,15 +39,22 @@ from dampen.hooks.discover.roles import kind_of, read_adapter, weight_of
 from dampen.hooks.residual import ResidualSocket
 from dampen.hooks.tracing.products import heads_of
 from dampen.names import leave_out
-from dampen.regularizer import BLOCK_STAGES, STEP_STAGES, LinearCall, Regularizer, check_only_reads
+from dampen.regularizer import (
+    ADAPTERS,
+    BLOCK_STAGES,
+    STEP_STAGES,
+    LinearCall,
+    Regularizer,
+    check_only_reads,
+)
 
 if TYPE_CHECKING:
     from dampen.hooks.discover.sites import LayerPlan
 
 
-# --- the stream itself tells
+# --- additions to the stream
 #
-# The quickest way to a residual branch: the stream itself tells when something is added to it.
+# The quickest way to a residual branch: the stream itself reports when something is added to it.
 #
 # The tracer in `residual.py` follows every tensor of a block through a function mode, and each torch function
 # of the block pays for it. Where several forwards have done nothing with the stream but `stream
@@ -193,7 +200,7 @@ class StreamSocket:
             del t._dampen_stream  # type: ignore[attr-defined]
 
     def is_as_before(self, out: Any) -> bool:
-        """Whether every branch was seen and the last sum is what the block gives out."""
+        """Whether every branch was seen and the last sum is the output of the block."""
         return (
             not self.departed
             and len(self.sums) == len(self.memory.roles)
@@ -284,7 +291,7 @@ def run_block(
         raise RuntimeError(
             f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
             f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
-            f"To go on, {leave_out(layer.site.name)}."
+            f"To continue, {leave_out(layer.site.name)}."
         )
     if x.is_nested:
         refuse_nested(x, f"{type(self).__name__} at '{layer.site.name}'")
@@ -406,7 +413,7 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             mine = not torch.compiler.is_compiling() and last.thread == threading.get_ident()
             frame = last if mine else frame_of(layer)
         work = frame.work if frame is not None else None
-        if work is None or work.training is not self.training:  # no block has asked for this module
+        if work is None or work.training is not self.training:  # no block uses this module
             work = layer.at_work(self)
         if work is None:
             return base(self, input)  # type: ignore[no-any-return]
@@ -575,7 +582,8 @@ def run_linear(
     if aside:
         cast(ResidualSocket, residual).saw(F.linear, (call.input, call.weight, call.bias), y)
     frame.hits += 1
-    if frame.call is not None:
+    # the attention's own maps; an adapter's are parts of one
+    if frame.call is not None and call.role not in ADAPTERS:
         frame.call.maps[call.role] = call
         if frame.call.followed is not None:
             frame.call.followed.start(y, -1, call)
@@ -622,7 +630,7 @@ def _run_linear(
 # anyway.
 #
 # The method draws which samples stay when the sublayer starts, and multiplies the branch where
-# it is added. So whatever stands between the two (an output projection with a bias, LayerScale)
+# it is added. So whatever comes between the two (an output projection with a bias, LayerScale)
 # changes nothing: what a dropped sample gets there is not used.
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -676,7 +684,7 @@ def subset_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_by_sample(v: Tensor, x: Tensor, heads: int | None) -> bool | None:
-    """Whether an argument's first axis is the samples of x (B, N, D); None where that cannot be told.
+    """Whether an argument's first axis is the samples of x (B, N, D); None where that is unknown.
 
     A tensor (H, N, M), one bias for each head, looks like one for each sample where H equals B.
     """
@@ -700,11 +708,11 @@ def why_not(x: Tensor, leaves: list[Any], samples: int | None, heads: int | None
     if any(not isinstance(v, (Tensor, *SIMPLE)) for v in leaves):
         return "an argument may carry states (a cache)"
     if x.ndim != 3 or x.shape[0] == x.shape[1]:
-        return "the axis of the samples cannot be told from that of the tokens"
+        return "the batch axis and the token axis have the same size"
     if x.shape[0] != samples:
         return "its first axis is not the samples of the block (windows?)"
     if any(isinstance(v, Tensor) and is_by_sample(v, x, heads) is None for v in leaves):
-        return "an argument's axis of the samples cannot be told"
+        return "an argument's batch axis is unknown"
     return ""
 
 
@@ -719,7 +727,7 @@ def spread(some: Tensor, kept: Tensor, x: Tensor, heads: int | None) -> Tensor:
 
 
 def open_subsets(plan: LayerPlan, layer: Layer) -> list[tuple[nn.Module, SubsetSite]]:
-    """The sublayers of a layer that a method may run on some samples; the method is told why none,
+    """The sublayers of a layer that a method may run on some samples; the method gets the reason why none,
     or only some."""
     skipper = next((c for c in layer.clones if c.skips_samples), None)
     if skipper is None:

@@ -168,11 +168,11 @@ def describe_own(rates: Sequence[OwnRate]) -> list[str]:
             key = r.kind, f"{r.rate:.3g}", pattern
             groups[key] = groups.get(key, 0) + 1
     lines = [
-        f"  (own)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}"
+        f"  (built-in)  {kind} {rate}: {where}{f' (x{n})' if n > 1 else ''}"
         for (kind, rate, where), n in groups.items()
     ]
     silent = sum(r.rate == 0 for r in rates)
-    return [*lines, f"  (own)  {silent} more at rate 0"] if silent else lines
+    return [*lines, f"  (built-in)  {silent} more at rate 0"] if silent else lines
 
 
 # --- Monte-Carlo sampling in eval
@@ -278,7 +278,7 @@ def deterministic(model: nn.Module) -> Iterator[None]:
     regularizers, in training mode too. Afterwards, also after an error, everything is exactly as it was.
 
     With activation checkpointing the backward belongs inside, because it runs the forward again. What draws random
-    numbers in another way (a random mask of the input) goes on, and a warning names it.
+    numbers in another way (a random mask of the input) stays on, and a warning names it.
 
     >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5)
     >>> x = torch.randn(3, 2, 8)

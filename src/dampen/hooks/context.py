@@ -129,8 +129,8 @@ class Frame:
         self.thread = (
             0 if torch.compiler.is_compiling() else threading.get_ident()
         )  # 0 inside a compiled graph
-        self.work = work  # None where no module is the block: then each place asks for itself
-        self.in_block = block is not None  # False: nothing tells what runs before what
+        self.work = work  # None where no module is the block: then each place looks for itself
+        self.in_block = block is not None  # False: the order of execution is unknown
         self.block = block  # the module whose forward this is
         self.samples: int | None = None  # the length of its input
         self.call: Call | None = None  # the attention under way
@@ -160,7 +160,7 @@ def open_frame(layer: Layer, work: AtWork | None = None, block: Any = None) -> F
 
     Args:
         layer: whose forward starts.
-        work: its methods at work, where a block has asked.
+        work: its methods at work, where a block has looked them up.
         block: the module that is the block; None where there is none.
     """
     frame = Frame(work, block)
@@ -189,7 +189,7 @@ def frame_of(layer: Layer) -> Frame | None:
     if len(found) > 1:
         raise RuntimeError(
             f"Two threads run compiled parts of the layer '{layer.site.name}' at the same time, and a compiled graph "
-            "cannot tell them apart. Give each thread a copy of the model (copy.deepcopy), or do not compile it."
+            "cannot separate them. Give each thread a copy of the model (copy.deepcopy), or do not compile it."
         )
     return found[0] if found else None
 
@@ -296,6 +296,7 @@ class AttentionSite:
     def __init__(self, layer: Layer, name: str, cross: bool, linears: Sequence[nn.Module]) -> None:
         self.layer, self.name, self.cross = layer, name, cross
         self.linears = list(linears)  # linear sites inside, for projections that the module inlines
+        self.adapters: list[nn.Module] = []  # the maps of low-rank adapters inside
         self.follow: bool | None = (
             None  # whether channels are followed to the attention; None: not known yet
         )
@@ -313,7 +314,7 @@ class AttentionSite:
         )
         # the mask of eager scores in the forward before: what it is made of, and what was read of it
         self.mask: tuple[list[Any], list[int], tuple[ModelMask | None]] | None = None
-        # shape -> whether dampen's attention gives what the model's own code gives; None: not asked
+        # shape -> whether dampen's attention computes what the model's own code computes; None: not compared
         self.replaced: dict[Any, bool] | None = None
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
         self.needs: Needs | None = (
@@ -324,7 +325,7 @@ class AttentionSite:
         self.entries: list[FlashFunction] = []  # of Hugging Face's registry, outside graphs
 
     def knows_tokens(self) -> bool:
-        """Whether an attention of the module was seen to be over tokens. A graph tells by its shapes every time."""
+        """Whether an attention of the module was seen to be over tokens. A graph is judged by its shapes every time."""
         return not torch.compiler.is_compiling() and self.over_tokens
 
     def note_channels(self, over_channels: bool) -> bool:

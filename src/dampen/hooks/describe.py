@@ -138,7 +138,7 @@ def _library(reg: Handle) -> list[str]:
 
 
 def _zeros(reg: Handle) -> list[str]:
-    """The methods that were asked for at 0 and stay there."""
+    """The methods that were requested at 0 and stay there."""
     lines = []
     for name in dict.fromkeys(r.name for r in reg.clones):
         clones = [r for r in reg.clones if r.name == name]

@@ -69,7 +69,7 @@ class ExpertsPlan:
     )  # the modules with experts as parameters
     parameters: dict[str, str] = field(
         default_factory=dict
-    )  # those, by name -> role; "" where no name tells
+    )  # those, by name -> role; "" where no name shows it
 
 
 def find_experts(
@@ -156,7 +156,7 @@ def _routes(block: nn.Module, experts: str) -> bool:
 
 
 def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan], layer: str) -> None:
-    """Raise for a method on feed-forward layers where experts are parameters and no name tells which is which."""
+    """Raise for a method on feed-forward layers where experts are parameters and no name shows which is which."""
     for plan in plans.values():
         if plan.parameters and method.needs_module:
             raise UnsupportedModel(
@@ -168,7 +168,7 @@ def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan], layer: 
         if strange:
             raise UnsupportedModel(
                 f"{type(method).__name__} acts on feed-forward layers, but the experts at '{plan.name}' are the "
-                f"parameters {', '.join(strange)}, and their names do not tell which layer of an expert each is. "
+                f"parameters {', '.join(strange)}, and their names do not show which layer of an expert each is. "
                 f"Hold the experts as modules in an nn.ModuleList, or {leave_out(layer)}."
             )
 

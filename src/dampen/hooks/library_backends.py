@@ -386,7 +386,7 @@ def _as_returned(function: Callable[..., Any], given: dict[str, Any], out: Tenso
 # flex_attention keeps its padding in a BlockMask, which no method reads: it stays for head outputs
 # and whole keys. A graph of torch.compile always switches, because it cannot trace the wrapping.
 #
-# Which entry a model takes stands in its config, and it decides twice: the model prepares its
+# Which entry a model takes is written in its config, and it decides twice: the model prepares its
 # masks for it, and each attention looks it up. So it is switched around the whole forward of
 # the library's model, which then builds the masks of the new back end itself (causal, padding,
 # sliding windows, packed sequences), and given back afterwards: eval and the config never see
@@ -409,7 +409,7 @@ def is_hidden(implementation: object) -> bool:
 
 
 class LibraryBackend:
-    """The configs of one model that ask for a hidden back end, and what they ask for during a training forward."""
+    """The configs of one model that name a hidden back end, and what they name during a training forward."""
 
     def __init__(
         self, configs: Sequence[Any], instead: Sequence[str], layers: Sequence[Layer]
@@ -450,9 +450,9 @@ class LibraryBackend:
         return not flex or not (r.needs_valid or "qkv" in r.stages)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward during which the configs ask for a back end with a socket; they ask for their own again once no
+        """A forward during which the configs name a back end with a hook; they name their own again once no
         forward needs the other any more."""
-        if self.under_way == 0:  # not what they asked for once: a user may have changed it since
+        if self.under_way == 0:  # not what they named at first: a user may have changed it since
             self.before = [getattr(config, WANTED) for config in self.configs]
         self.under_way += 1
         try:
@@ -632,7 +632,7 @@ def hidden_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 # in `eager` (GPT-2 may reorder and upcast) are left alone, and so is a model of which one part
 # has no SDPA. The eager socket follows those as it follows any code.
 #
-# A forward that needs the matrix of weights keeps `eager`: attentions that are asked for, a
+# A forward that needs the matrix of weights keeps `eager`: requested weights, a
 # mask of heads, a user's hook on an attention module. So does an attention that is called
 # without its model, whose masks are those of `eager`.
 
@@ -645,7 +645,7 @@ _NEEDS_MATRIX = ("output_attentions", "head_mask", "decoder_head_mask", "cross_a
 
 
 class EagerBackend(LibraryBackend):
-    """The configs of one model that ask for `eager`, and `sdpa` during the training forwards that can take it."""
+    """The configs of one model that name `eager`, and `sdpa` during the training forwards that can take it."""
 
     def __init__(self, model: nn.Module, configs: Sequence[Any], layers: Sequence[Layer]) -> None:
         super().__init__(configs, ["sdpa"] * len(configs), layers)
@@ -689,13 +689,13 @@ class EagerBackend(LibraryBackend):
             return True
         if any(c.output_attentions or getattr(c, WANTED) != "eager" for c in self.configs):
             return (
-                True  # asked for by the config, or no longer eager: the user has changed it since
+                True  # requested by the config, or no longer eager: the user has changed it since
             )
         return any(forward_hooks(m, not_of="transformers.") for m in self.watched)
 
     def describe(self) -> str:
         return (
-            "'eager' runs as 'sdpa' in training forwards; it stays where weights of attention are asked for, by "
+            "'eager' runs as 'sdpa' in training forwards; it stays where attention weights are requested, by "
             "output_attentions=True or a forward hook"
         )
 

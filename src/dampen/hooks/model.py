@@ -1,4 +1,4 @@
-"""What is said of the whole model: its forward, its input embedding, its padding, and a loss that cannot be touched."""
+"""Hooks on the whole model: its forward, its input embedding, its padding, and a loss that cannot be touched."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         for r in site.own:
             if "inputs" in r.stages and site.acts(r, self.training):
                 args, kwargs = apply_inputs(self, site, r, args, kwargs)
-        # whether a graph is made is asked first: it would depend on what is asked before that
+        # whether a graph is made is read first: it would depend on what is read before that
         if not torch.compiler.is_compiling():
             if self.training and site.enabled and torch.jit.is_tracing():
                 raise RuntimeError(TRACED)
@@ -184,21 +184,21 @@ def first_argument(module: nn.Module) -> str:
 
 # --- the input embedding
 #
-# The stage `embeddings`: what a model's input or patch embedding gives out, before positions
+# The stage `embeddings`: the output of a model's input or patch embedding, before positions
 # are added.
 #
-# The embedding is found once, when a method asks for the stage: by the model's own word
+# The embedding is found once, when a method uses the hook point: by the model's own word
 # (`get_input_embeddings` of transformers, `patch_embed` of timm), then by the usual names.
 # Padding is read from the `attention_mask` argument of the innermost module around the
 # embedding that takes one (a backbone, or one side of an encoder-decoder), because outside
-# attention nothing else tells it.
+# attention nothing else shows it.
 
 _NOT_TOKENS = re.compile(r"pos|type|segment|relative|time|norm|rotary", re.IGNORECASE)
 _PATCHES = re.compile(r"(^|\.)(patch_?embed\w*|conv_proj|feature_projection|embed)$", re.IGNORECASE)
 
 
 class MaskSite:
-    """What is kept on a module that is called with `attention_mask`: where the argument stands, and the present one."""
+    """What is kept on a module that is called with `attention_mask`: the position of the argument, and the present one."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -309,7 +309,7 @@ def mask_sites(model: nn.Module, name: str) -> list[MaskSite]:
 
 
 def _mask_site(owner: nn.Module, position: int) -> MaskSite:
-    """What watches a module for its mask: one, whoever asks for it."""
+    """What watches a module for its mask: one for all that use it."""
     from dampen.hooks.patch import swap  # which knows this module
 
     site: MaskSite | None = vars(owner).get("_dampen_mask")

@@ -78,6 +78,7 @@ from dampen.hooks.residual import (
 )
 from dampen.names import leave_out
 from dampen.regularizer import (
+    ADAPTERS,
     ATTENTION_STAGES,
     BLOCK_STAGES,
     LINEAR_STAGES,
@@ -97,7 +98,7 @@ from dampen.two_pass.reuse import SharedBlocks, plan_prefix, prefix_forward
 #
 # Accelerate's hooks (`dispatch_model`, `device_map="auto"`, offloading) are set that way, and
 # so are many a user's wrappers. They are entered: under Accelerate's hook, which moves inputs
-# and weights first, where there is one; around a wrapper otherwise. Where a socket stands in
+# and weights first, where there is one; around a wrapper otherwise. Where a hook replaces
 # for the forward instead of running it (linear maps whose operands change,
 # `nn.MultiheadAttention`), a wrapper would be passed over, so it is refused.
 
@@ -141,7 +142,7 @@ def instance_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_own_forward(module: nn.Module, name: str) -> None:
-    """Raise where a socket that stands in for the forward would pass over one that the user has put there."""
+    """Raise where a hook that replaces the forward would skip one that the user has installed."""
     found = own_forward(module)
     if found is None or _is_of_the_class(module, found.forward):
         return
@@ -423,7 +424,7 @@ def _check_zeros(
     methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int
 ) -> None:
     """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
-    method that was asked for at 0 is a plain one, and `print(reg)` says so."""
+    method that was requested at 0 is a baseline, and `print(reg)` says so."""
     for m in methods:
         placed = [c for c in clones if c.name == m.name]
         meant = [
@@ -461,9 +462,7 @@ def _check_passes(
     ):
         name = type(comparing[0]).__name__
         beside = (
-            f"{drawing[0]} never drops anything"
-            if drawing
-            else "no stochastic method stands beside it"
+            f"{drawing[0]} never drops anything" if drawing else "no stochastic method was given"
         )
         raise ValueError(
             f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
@@ -540,7 +539,7 @@ def _layer(methods: Sequence[Regularizer], plan: LayerPlan, site: Site) -> Layer
     around = [*plan.attentions.values(), *(linear.module for linear in plan.linears.values())]
     for clone in layer.clones:
         clone.neighbors = around or [m for m in (plan.block,) if m is not None]
-        clone.linears = [(linear.module, linear.role) for linear in plan.linears.values()]
+        clone.linears = [(m.module, m.side or m.role) for m in plan.linears.values()]
         others = [
             c
             for c in layer.clones
@@ -569,10 +568,11 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
         check_own_forward(linear.module, name)
         weight = weight_of(linear.module)
         if not weight.is_floating_point():
+            readers = [c for c in layer.clones if c.roles & {linear.role, linear.side}]
             raise ValueError(
                 f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
                 "which is not the matrix that it multiplies with, and "
-                f"{', '.join(type(c).__name__ for c in layer.clones if linear.role in c.roles)} would read it as one. "
+                f"{', '.join(type(c).__name__ for c in readers)} would read it as one. "
                 f"Load the model without quantization, or {leave_out(plan.name)}."
             )
     looking = [c for c in layer.clones if c.stages & set(ATTENTION_STAGES)]
@@ -593,12 +593,12 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
 
 
 def _wanted_linears(plan: LayerPlan, layer: Layer) -> dict[str, LinearPlan]:
-    """The linear maps of a layer that its clones ask to see."""
+    """The linear maps of a layer that its clones observe."""
     roles = {r for c in layer.clones for r in c.roles}
     return {
         name: linear
         for name, linear in plan.linears.items()
-        if linear.role in roles
+        if roles & {linear.role, linear.side}
         and (linear.attention is None or linear.attention in plan.attentions)
     }
 
@@ -612,7 +612,7 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
         swap(
             linear.module,
             "linear",
-            LinearSite(layer, linear.role, kind_of(linear.module), linear.expert),
+            LinearSite(layer, linear.side or linear.role, kind_of(linear.module), linear.expert),
         )
         if linear.attention is not None:
             linear_sites[linear.attention].append(linear.module)
@@ -631,6 +631,8 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
             )
             site = AttentionSite(layer, name, is_cross(name, module), linear_sites[name])
             site.flash = flash_functions(module)
+            inside = [m for m in plan.linears.values() if m.attention == name]
+            site.adapters = [m.module for m in inside if m.side]
             swap(module, "attention", site)
     elif "branch" in stages:
         for module in plan.attentions.values():
@@ -642,7 +644,9 @@ def _open(plan: LayerPlan, layer: Layer) -> None:
     for module, state in open_subsets(plan, layer):
         swap(module, "subset", state)
     if plan.block is not None:
-        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(roles & plan.roles)
+        # adapters may be switched off or merged: then their maps do not run
+        wanted = roles & plan.roles - ADAPTERS
+        wants_linear = bool(stages & set(LINEAR_STAGES)) and bool(wanted)
         first = layer.site.index == 0
         swap(
             plan.block,

@@ -15,7 +15,7 @@ attention that changed its size (LeViT's downsampling); there is no residual aro
 In the end every sublayer that ran must have been added and the block's output must be clean; a block that adds in some
 other way raises.
 
-To follow every tensor costs more than the methods that ask for it. So what a forward did is remembered: its torch
+To follow every tensor costs more than the methods that use it. So what a forward did is remembered: its torch
 functions in their order, and where the operands of each residual addition came from, by whatever rule it was found.
 While the next forward calls the same functions, it is only compared with that; where it departs, it is followed from
 its start after all.
@@ -189,7 +189,7 @@ class Found(NamedTuple):
     )  # sublayers that remade the stream: no residual goes around them
     projected: bool = False  # whether the other operand is a projected shortcut
     resized: bool | None = (
-        None  # whether it is of another size than the stream, where the rule asked for that
+        None  # whether it is of another size than the stream, where the rule required that
     )
 
 
@@ -207,7 +207,7 @@ class Memory(NamedTuple):
     functions: tuple[Any, ...]
     additions: dict[
         int, Addition | None
-    ]  # by the number of the call; None: an attention, which tells its layout
+    ]  # by the number of the call; None: an attention, which reports its layout
     result: int  # the call that gave the block's output
     by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
     roles: tuple[str, ...]  # of the branches, in their order
@@ -567,7 +567,7 @@ class ResidualSocket(TorchFunctionMode):
         self.frame.inside = inside
 
     def leave(self, out: Any) -> None:
-        """An attention module has run: what it gives out came through it, unless it has added its residual itself
+        """An attention module has run: its output came through it, unless it has added its residual itself
         (ALBERT)."""
         number = len(self.log)
         if (
@@ -600,7 +600,7 @@ class ResidualSocket(TorchFunctionMode):
         return frozenset([f"{kind + ' beside' if whole else 'ffn'} {len(self.found)}"])
 
     def _see_batch(self, args: tuple[Any, ...]) -> None:
-        """Attention's own layout (B, H, N, D) tells a block that works on (N, B, D)."""
+        """Attention's own layout (B, H, N, D) shows that a block works on (N, B, D)."""
         q = args[0] if args else None
         if isinstance(q, Tensor):
             self.see_queries(q)
@@ -634,7 +634,7 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {role} to the same input, side by "
                 "side: one skip goes around both, and to take it from one would lose the other. "
-                f"To go on, {leave_out(self.layer.site.name)}."
+                f"To continue, {leave_out(self.layer.site.name)}."
             )
         if call.skip:
             out = torch.add(residual, branch)
@@ -660,12 +660,12 @@ class ResidualSocket(TorchFunctionMode):
             raise RuntimeError(
                 f"The block at '{self.layer.site.name}' got {tuple(x.shape)} and adds a branch of shape "
                 f"{tuple(branch.shape)}, whose first axis is not its samples (windows?), so that methods that draw per "
-                f"sample would draw for something else. To go on, {leave_out(self.layer.site.name)}."
+                f"sample would draw for something else. To continue, {leave_out(self.layer.site.name)}."
             )
         return None
 
     def check(self, block: nn.Module, expected: int, out: Any) -> None:
-        """Raise where a sublayer that ran was not added, or the block gives out something else than the stream."""
+        """Raise where a sublayer that ran was not added, or the block returns something else than the stream."""
         first = first_of(out)
         if self.memory is not None:
             if len(self.log) == len(self.memory.functions) and first is self._made(

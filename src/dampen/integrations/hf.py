@@ -216,7 +216,7 @@ class Regularized:
 
 
 class Progress(TrainerCallback):
-    """Tells the schedules how far training is.
+    """Sets the progress of training for the schedules.
 
     Args:
         trainer: a Trainer of transformers, TRL or sentence-transformers.

@@ -24,7 +24,7 @@ from dampen.hooks.discover.roles import connect_adapters, is_lora
 
 
 def connect(reg: Handle) -> int:
-    """Tell the regularized maps of adapters that came after `regularize`; returns how many maps
+    """Inform the regularized layers of adapters that came after `regularize`; returns how many maps
     have one.
 
     Without it a penalty would read the frozen W alone. Methods that cannot read adapters are

@@ -59,7 +59,7 @@ def rows_in_memory(q: Tensor, keys: int, matrix: bool) -> int:
 
 
 def free_bytes(q: Tensor) -> int:
-    """The memory of a card that was free, or held by torch without use, when it was first asked.
+    """The memory of a card that was free, or held by torch without use, at the first query.
 
     Args:
         q: a tensor on it.
@@ -220,7 +220,7 @@ def hiding(
 
     def hidden(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x = rows[b, h, i] ^ columns[b, h, j]
-        # the shifts of a signed number bring copies of its sign: they are cut off
+        # the shifts of a signed number bring copies of its sign: they are removed
         x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
         x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as a signed number
         return (x ^ ((x >> 16) & 0xFFFF)) < limit

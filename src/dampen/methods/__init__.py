@@ -24,6 +24,7 @@ from dampen.methods.hidden_key import hidden_key
 from dampen.methods.input_masking import InputMasking
 from dampen.methods.l2_sp import L2SP
 from dampen.methods.layer_drop import LayerDrop
+from dampen.methods.lora_dropout import LoRADropout
 from dampen.methods.mixout import ExplicitMixout, Mixout
 from dampen.methods.neftune import NEFTune
 from dampen.methods.output_losses import ConfidencePenalty, Flooding, ZLoss
@@ -57,6 +58,7 @@ __all__ = [
     "HiddenDropout",
     "InputMasking",
     "LayerDrop",
+    "LoRADropout",
     "Mixout",
     "NEFTune",
     "PatchDropout",

@@ -35,6 +35,9 @@ class DropKey(Regularizer):
     of seeds that reach a place, so that structures are compared at equal strength; prefix tokens
     (CLS) are dropped singly.
 
+    The paper's argument, that this adds a Lagrange term which smooths the attention, is checked in
+    numbers in docs/drop_key_argument.md, with where it stops to hold.
+
     The paper's two remedies for the gap between training and test: `DropKey(early(0.3, until=0.9))`
     fine-tunes without it, and `reg.mc_average(lambda: model(x))` averages over random masks at test
     time.

@@ -46,7 +46,7 @@ class LayerDrop(Regularizer):
             raise ValueError(
                 f"LayerDrop: the layer '{name}' turns {tuple(x.shape)} into {tuple(y.shape)}, so "
                 "it cannot be skipped. "
-                f"To go on, {leave_out(name)}."
+                f"To continue, {leave_out(name)}."
             )
         dropped = few_kept((), self.current("rate"), y.device) == 0
         return torch.where(dropped, x.to(y.dtype), y)

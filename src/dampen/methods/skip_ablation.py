@@ -20,7 +20,7 @@ class SkipAblation(Regularizer):
     to about 90. In a decoder block the cross-attention counts as attention.
 
     Works on every block whose residual additions can be seen (own models, timm, torch.nn, Hugging
-    Face; pre-norm and post-norm); a block that adds in some other way raises. The branch goes on
+    Face; pre-norm and post-norm); a block that adds in some other way raises. The branch continues
     exactly as it is: no residual is added and taken away again. Another method's change of the
     branch stays, so with DropPath a dropped branch is zero. `ConvMixer` has its own `skip=False`.
 

@@ -153,7 +153,7 @@ def _at(t: Tensor | None) -> tuple[int, int]:
 
 def _extent(t: Tensor) -> int:
     """How many numbers lie from the first to the last of a tensor, which is no more than its memory
-    holds. The memory itself is not asked: a Python object for it would keep autograd from adding to
+    holds. The storage itself is not read: a Python object for it would keep autograd from adding to
     a gradient in place."""
     extent = 1
     for n, step in zip(t.shape, t.stride(), strict=True):
@@ -429,7 +429,7 @@ def _packed(tapped: Sequence[TapJob]) -> bytes:
             t, start = place if isinstance(place, Place) else (place, 0)
             size = t.itemsize
             pointers.append(t.data_ptr() + start * size)
-            # asked some hundred times a step, mostly of contiguous tensors
+            # called some hundred times a step, mostly of contiguous tensors
             rooms.append((t.numel() if t.is_contiguous() else _extent(t)) - start)
         strides = (*job.strides, *job.through_strides, *job.out_strides)
         w = job.weights

@@ -1,4 +1,4 @@
-"""The lab: train, compare, measure and report on real data, from one command.
+"""Studies: train, compare, measure and report on real data, from one command.
 
 From Python, a trial is plain data and `run_trial` a pure function of it:
 

@@ -1,6 +1,6 @@
 """An answer over several data sets: `dampen.combine([study, ...])`.
 
-Every data set has the same weight, whatever its number of seeds. The mean difference stands with two intervals: one for
+Every data set has the same weight, whatever its number of seeds. The mean difference has two intervals: one for
 these data sets (seeds vary), and one for further data sets like them (data sets vary), which needs at least three. The
 probability of improvement is that a run of the method beats a run of the baseline on the same data set (Agarwal et al.
 2021, arXiv 2108.13264), with an interval by a bootstrap of the seeds within each data set.

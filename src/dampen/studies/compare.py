@@ -67,11 +67,11 @@ def compare(
     same_code: bool = False,
     loggers: Sequence[str] = (),
 ) -> Study:
-    """Compare methods in one's own training, or in the lab's with one's own model and data.
+    """Compare methods in your training function, or in the built-in trainer with your model and data.
 
     Args:
         train: a function of a `dampen.Trial` that trains and returns test metrics, or `"train.py:train"`.
-        model: for the lab's own trainer instead: a name, a path, or a function.
+        model: for the built-in trainer instead: a name, a path, or a function.
         data: likewise.
         methods: the rows: text, a regularizer, a list of them, or names for these; see `dampen.studies.configs`.
         seeds: how many, or which. The same seed gives every row the same initial weights and order of batches.
@@ -87,7 +87,7 @@ def compare(
         workers: trials at a time.
         threads: of each trial.
         folder: where records go; default: a folder below `runs` that follows from function and parameters.
-        resume: keep what is recorded there and go on with what was cut off.
+        resume: keep the logged runs and resume the interrupted ones.
         progress: show it.
         same_code: count records of an older version of the code.
         loggers: "tensorboard", "wandb", or what other packages bring, written beside the record.
@@ -172,7 +172,7 @@ def _start(
 
 def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
     """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
-    goes on with the best."""
+    continues with the best."""
     if study.function is not None:
         own_metric(study.function)
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
@@ -188,7 +188,7 @@ def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
     study.plan, code = tune(recipe, first, study.folder, None, (), (), train)
     if code:
         raise LabError(
-            f"The tuning in {study.folder} stopped (code {code}); the same call goes on."
+            f"The tuning in {study.folder} stopped (code {code}). Repeat the call to resume."
         )
     if study.settings["progress"]:
         print("\n".join(chosen_in_words(study.folder)), file=sys.stderr)
@@ -225,9 +225,7 @@ def run(
     with view_of(study, trials, progress) as view:
         result = run_comparison(plan, folder, trials, execution, view, retry=False, **options)
     if result.exit_code == 130:
-        raise Interrupted(
-            f"Stopped; what was recorded is in {folder}. The same call goes on from there."
-        )
+        raise Interrupted(f"Stopped. Finished runs are in {folder}. Repeat the call to resume.")
     messages = "\n".join(result.messages()) or "no trial finished"
     if any(o.status == "refused" for o in result.outcomes.values()):
         raise Refused(messages)
@@ -307,7 +305,7 @@ STEPS = 6
 def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
     """Refuse rows that cannot run on the model, all at once and before anything starts: one step with two examples.
 
-    Rows that have a result already are not asked again; a training of the user's own, and pretraining, are not ours
+    Rows that have a result already are not tried again; a training of the user's own, and pretraining, are not ours
     to cut short.
 
     Args:
@@ -409,7 +407,9 @@ def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:
     def report(event: dict[str, Any]) -> None:
         if event["kind"] == "progress":
             count, total = event.get("count", event["step"]), event["steps"]
-            if "fraction" in event:  # one's own training tells the share that is done before a step
+            if (
+                "fraction" in event
+            ):  # a user's function reports the share that is done before a step
                 total = (
                     round((count - 1) / event["fraction"])
                     if event["fraction"] and count > 1
@@ -423,12 +423,12 @@ def _probe(row: str, trial: Run, execution: Execution) -> RowProbe:
         try:
             run_trial(trial, Path(folder) / trial.id, quick, report, lambda: len(seen) >= STEPS)
         except Interrupted:
-            pass  # as asked
+            pass  # as requested
         except LabError as error:
             return RowProbe(row, str(error))
         except (
             Exception
-        ) as error:  # data and models raise their own kinds; a dry run tells all of them
+        ) as error:  # data and models raise their own kinds; a dry run reports all of them
             return RowProbe(row, f"{type(error).__name__}: {error}")
     gaps = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(seen) if b[1] > a[1]]
     total = next((t for _, _, t in reversed(seen) if t), None)

@@ -6,7 +6,7 @@
     {"mine": MyMethod(), "both": [...]}             rows with names
     {"decay 0.1": {"params": {"weight_decay": 0.1}, "methods": ...}}    a row with parameters of its own
 
-In text, `params(weight_decay=0.1)` stands for parameters. A regularizer becomes the plain data that would build it
+In text, `params(weight_decay=0.1)` holds parameters. A regularizer becomes the plain data that would build it
 again; one that cannot be written so is sent to the workers as it is and known by a hash of its class and its state.
 """
 

@@ -2,7 +2,7 @@
 
     return {"accuracy": accuracy, "predictions": probabilities, "targets": labels}
 
-The seeds were trained anyway, so this costs nothing. An ensemble is one observation: it stands beside the mean of its
+The seeds were trained anyway, so this costs nothing. An ensemble is one observation: it is shown beside the mean of its
 members, without a test.
 """
 

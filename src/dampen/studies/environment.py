@@ -105,7 +105,7 @@ def usable_cores() -> int:
 
 
 def asked_threads() -> int | None:
-    """The number of threads that the environment asks for, as OpenMP reads it: OMP_NUM_THREADS, if it is a number."""
+    """The number of threads that the environment requests, as OpenMP reads it: OMP_NUM_THREADS, if it is a number."""
     said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(said) if said.isdigit() and int(said) > 0 else None
 

@@ -1,8 +1,8 @@
-"""What can go wrong in the lab, each kind with its exit code.
+"""Errors of the studies, each with its exit code.
 
 | code | meaning |
 |---|---|
-| 0 | everything asked for is done |
+| 0 | everything requested is done |
 | 1 | some trials failed, or an unexpected error |
 | 2 | the command line, a recipe or a trial is not valid |
 | 3 | a data set is missing, incomplete or damaged |
@@ -87,7 +87,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Stopped(Interrupted):
-    """A trial of one's own training was asked to stop: interrupted, or pruned by a search."""
+    """A trial of one's own training had to stop: interrupted, or pruned by a search."""
 
 
 class OwnCodeError(LabError):

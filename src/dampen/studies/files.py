@@ -142,7 +142,7 @@ def finite(value: Any) -> Any:
 
 
 # --------------------
-# The identity of data: a hash of the content of a file or folder, cheap to ask for again.
+# The identity of data: a hash of the content of a file or folder, cheap to compute again.
 # Sizes and times are looked at first: a file that has those of the last time is not read again.
 # What was hashed is kept in `~/.cache/dampen/fingerprints.json` (or `$DAMPEN_CACHE`).
 

@@ -78,7 +78,7 @@ def check_fields(
 
 @cache
 def _hints(cls: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields; reading thousands of trials asks for them again and again."""
+    """The types of a dataclass's fields; reading thousands of trials reads them again and again."""
     return typing.get_type_hints(cls)
 
 
@@ -172,7 +172,7 @@ def compares_nothing(specs: Sequence[Mapping[str, Any]]) -> bool:
     """
     from dampen.schedules import always_zero
 
-    if any(OBJECT in spec for spec in specs):  # an object of the user's: its own run tells
+    if any(OBJECT in spec for spec in specs):  # an object of the user's: its run shows it
         return False
     made = build_methods(specs)
     drawing = [m for m in made if m.stochastic and m.passes == 1]

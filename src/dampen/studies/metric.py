@@ -1,7 +1,7 @@
 """What a number is: its label, its unit, which way it improves, and how large a difference matters.
 
 A metric is described here and nowhere else; adding one is one entry of `METRICS`. Records hold fractions, tables show
-percent where `percent` says so: `scale` stands between the two, and margins are in the unit of the table.
+percent where `percent` says so: `scale` converts between the two, and margins are in the unit of the table.
 
 >>> accuracy = describe("accuracy")
 >>> accuracy.title, accuracy.scale, accuracy.points, accuracy.better

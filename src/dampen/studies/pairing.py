@@ -241,7 +241,7 @@ def against_paper(
         return AgainstPaper("not reproduced", interval, difference, low, high)
     widest = 3 * paper.sd if paper.sd else 0.02 * abs(paper.mean)
     if half > widest:
-        reason = f"{interval}: our spread is too wide to tell; add seeds"
+        reason = f"{interval}: inconclusive, our standard deviation is too large; add seeds"
         return AgainstPaper("not comparable", reason, difference, low, high)
     return AgainstPaper("reproduced", interval, difference, low, high)
 

@@ -97,7 +97,7 @@ def _fixed_curve(
 def _sequential_curve(
     differences: Sequence[float], level: float, equal_level: float, margin: float | None
 ) -> np.ndarray:
-    """The same for the e-process, by simulation of how the study goes on; the margin does not end it here."""
+    """The same for the e-process, by simulation of how the study continues; the margin does not end it here."""
     rng, n = np.random.default_rng(0), len(differences)
     mean, sd = statistics.fmean(differences), deviation(differences)
     sds = sd * np.sqrt((n - 1) / rng.chisquare(n - 1, (DRAWS, 1)))

@@ -1,4 +1,4 @@
-"""How the lab starts processes: on Linux from a server that has imported torch and Fabric once, elsewhere afresh."""
+"""How studies start processes: on Linux from a server that has imported torch and Fabric once, elsewhere afresh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 SERVER_OF = "DAMPEN_SERVER_OF"
-"""The environment variable that tells the server which process it belongs to."""
+"""The environment variable that names the process that the server belongs to."""
 
 
 def context() -> Any:
@@ -145,7 +145,7 @@ def end_soon_after_parent() -> None:
 
 
 def warm_up() -> None:
-    """Let the server begin to import while this process goes on with something else."""
+    """Let the server begin to import while this process does something else."""
     if sys.platform == "linux":
         from multiprocessing import forkserver
 
@@ -170,7 +170,7 @@ def _end_server() -> None:
 # Keep freed memory in the process.
 # On Linux glibc gives large blocks back to the system as soon as they lie at the end of the heap,
 # and the next training step faults them in anew, page by page: thousands of faults per step, in
-# one process hardly any, in the next a tenth of its time. Processes that belong to the lab
+# one process hardly any, in the next a tenth of its time. Processes that belong to a study
 # therefore keep what they have once needed.
 
 

@@ -4,7 +4,7 @@
     plugins = ["reproductions"]             modules with data sets, models and more: see `dampen.studies.plugins`
     departures = ["..."]                    every difference from the paper, in words
     metric = "accuracy"                     the test metric the table shows
-    scale = "laptop"                        the scale that runs when none is said
+    scale = "laptop"                        the default scale
     report = "best" | "all"                 choose the best grid point on validation, or show all of them
     [base]                                  data, model, train, methods, sites, seeds of every row; pretrain = { ... }:
                                             what differs in a masked autoencoder's training that goes before
@@ -73,7 +73,7 @@ ROW_KEYS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as it stands in its file, checked for shape."""
+    """A recipe as it is in its file, checked for shape."""
 
     name: str
     base: dict[str, Any]
@@ -145,7 +145,7 @@ class Recipe:
 
 
 def _files_in(value: Any) -> set[str]:
-    """All text of a recipe that names a method in a file, wherever it stands."""
+    """All text of a recipe that names a method in a file, wherever it is."""
     if isinstance(value, str):
         return {value} if is_in_file(value) else set()
     inside = value.values() if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""From what was asked to a plan: rows x seeds of a user's own function, or of the lab's trainer on their parts."""
+"""Turn a comparison request into a run plan: configurations x seeds of a user's function, or of the built-in trainer."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class ComparisonRequest:
     recipe: Recipe
     plan: Comparison
     folder: Path
-    wanted: list[Run]  # the trials that were asked for; the plan also has what was recorded before
+    wanted: list[Run]  # the requested runs; the plan also has what was recorded before
     function: Function | None = None
     remark: str = ""  # what the user should know before it starts
-    parts: Parts | None = None  # the user's own model and data, where the lab trains them
+    parts: Parts | None = None  # the user's model and data, for the built-in trainer
     settings: tuple[str, ...] = ()  # changes as on the command line, which a search applies again
 
 
@@ -240,8 +240,8 @@ def recipe_of(
 
 
 def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
-    """The plan of a comparison. Problems are told in words of the comparison: nobody wrote a recipe, and what is wrong
-    in every row is said once."""
+    """The plan of a comparison. Problems are reported in words of the comparison, since nobody wrote a recipe. What is wrong
+    in every configuration is reported once."""
     try:
         return make_comparison(recipe, settings=settings)
     except ConfigError as error:
@@ -275,7 +275,7 @@ def sent(
 def _folder(
     folder: Path | str | None, out: Path | str, name: str, kind: dict[str, Any], resume: bool
 ) -> Path:
-    """Same function and parameters, same folder; the code is not part of it, so that its changes can be told."""
+    """Same function and parameters, same folder; the code is not part of it, so that its changes can be reported."""
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]
     place = Path(folder) if folder is not None else Path(out) / f"{name}-{mark}"
     if resume or not (place / "plan.json").exists():
@@ -339,7 +339,7 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
     }
     if not recorded:
         return plan
-    # What is asked for now may run. What an earlier plan in this folder names may not, it can come from others.
+    # What is requested now may run. What an earlier plan in this folder names may not, it can come from others.
     wanted = {kept.what for kept in code_of_plan(plan, folder)}
     strange = [kept for kept in code_of_plan(earlier, folder) if kept.what not in wanted]
     require_approval(folder, strange)
@@ -347,11 +347,11 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
 
 
 # --------------------
-# The comparison by the lab's own trainer, on built-in or on the user's own model and data.
+# The comparison by the built-in trainer, on built-in or on the user's model and data.
 
 
 TRAIN = tuple(f.name for f in fields(TrainOptions))
-"""Parameters of a row that the lab's trainer knows; `mixup` and `augment` go to the data."""
+"""Parameters of a row that the built-in trainer knows; `mixup` and `augment` go to the data."""
 
 
 def request_parts(
@@ -370,7 +370,7 @@ def request_parts(
     out: Path | str = "runs",
     resume: bool = True,
 ) -> ComparisonRequest:
-    """The comparison of methods on a model and data, trained by the lab."""
+    """The comparison of methods on a model and data, trained by the built-in trainer."""
     section, parts = data_section(data if data is not None else "digits", data_dir)
     chosen, parts = model_section(model, parts)
     if (
@@ -518,10 +518,12 @@ def _arguments(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def plain_rows(rows: Rows) -> Rows:
-    """The rows without their parameters; the lab's trainer cannot take regularizers that have no plain form."""
+    """The rows without their parameters; the built-in trainer cannot take regularizers that have no plain form."""
     if rows.objects:
         named = [r.name for r in rows.rows if any("object" in m for m in r.methods)]
-        problem = f"rows {named}: a regularizer of your own class runs in your own training (train=), not in the lab's"
+        problem = (
+            f"{named}: regularizers of your own classes need your own training function (train=)"
+        )
         raise ConfigError("The list of rows", [problem])
     return Rows([replace(row, params={}) for row in rows.rows])
 

@@ -237,7 +237,7 @@ def diagnosed(measured: Diagnosis) -> dict[str, float]:
 
 
 # --------------------
-# What a worker tells while a trial runs, typed: it starts, moves, ends an epoch, warns, finishes;
+# What a worker reports while a run goes, typed: it starts, moves, ends an epoch, warns, finishes;
 # and how a job ended.
 # Workers send plain data through a pipe or a cluster, marked with `EVENT_FORMAT`; who listens
 # gets an `Event`. A field that a kind of event does not have keeps its default, a field that this

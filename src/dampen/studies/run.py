@@ -192,7 +192,7 @@ class Run:
 
         Args:
             mapping: plain data.
-            path: where it stands, as a prefix of each problem.
+            path: its place, as a prefix of each problem.
         """
         if mapping.get("function") is not None:
             return _parse_function(mapping, path)

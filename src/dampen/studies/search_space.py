@@ -124,7 +124,7 @@ class Axis:
 
     def beyond(self, upwards: bool, count: int) -> list[Any]:
         """Values past one end, `count` of them in equal steps up to a quarter of the range; fewer, or none, where the
-        axis is bounded. A list goes on by one step like its last.
+        axis is bounded. A list continues by one step like its last.
 
         >>> Axis("lr", 1e-3, 1e-2, log=True).beyond(True, 2)
         [0.01334, 0.01778]
@@ -162,7 +162,7 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
     Args:
         key: the name of the axis.
         given: a range or a list, as a recipe has it.
-        path: where it stands, for the messages.
+        path: its place, for the messages.
     """
     where = f"{path}.{key}"
     if isinstance(given, list):
@@ -327,7 +327,7 @@ def _split(axes: Sequence[Axis]) -> tuple[list[Axis], list[Axis]]:
 
 
 def mentions(value: Any, variable: str) -> bool:
-    """Whether a variable such as "$rate" stands anywhere in plain data."""
+    """Whether a variable such as "$rate" occurs anywhere in plain data."""
     if isinstance(value, Mapping):
         return any(mentions(v, variable) for v in value.values())
     if isinstance(value, list | tuple):
@@ -431,7 +431,7 @@ def _place(axis: Axis, tried: Tried) -> float:
 
 
 def _alike(one: Tried, other: Tried) -> bool:
-    """Whether the difference over shared seeds is at most its standard error: too little to tell them apart."""
+    """Whether the difference over shared seeds is at most its standard error: too little to separate them."""
     pairs = [(one.by_seed.get(s), v) for s, v in other.by_seed.items()]
     gaps = [
         a - b

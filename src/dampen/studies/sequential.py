@@ -1,7 +1,7 @@
 """As many seeds as it takes, and no more: rounds of seeds for the rows that are still open, judged at every look.
 
-`race` knows nothing of trials: it asks for pairs of a row and a seed, and reads values. `race_plan` lets it run the
-trials of a plan, the lab's or those of a user's own training function alike.
+`race` knows nothing of runs: it requests pairs of a configuration and a seed, and reads values. `race_plan` lets it run
+a comparison, by the built-in trainer or by a user's function alike.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Race:
         seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seeds each"
         spent = f"{self.runs} runs in {self.rounds} round{'s' * (self.rounds != 1)}, {seeds}"
         ends = {
-            "all decided": "every row is decided",
-            "time used": "the time is used; the same command goes on",
-            "most seeds": f"no row gets more than {MOST_SEEDS} seeds",
-            "stopped": "stopped; the same command goes on",
-            "no reference": "the reference row failed",
-            "no variation": f"{NO_VARIATION}, so that more seeds decide nothing",
+            "all decided": "every comparison is conclusive",
+            "time used": "the time is used; rerun the same command to resume",
+            "most seeds": f"no method gets more than {MOST_SEEDS} seeds",
+            "stopped": "stopped; rerun the same command to resume",
+            "no reference": "the baseline failed",
+            "no variation": f"{NO_VARIATION}, so more seeds change nothing",
         }
         text = f"{spent}: {ends[self.why]}."
         if self.fixed and self.why == "all decided":
@@ -150,7 +150,7 @@ def race(
         if not open_:
             out.why = "all decided"
             break
-    # A race that goes on reads at its first look what an earlier one recorded, and so asks for less than there is.
+    # A resumed race reads at its first look what an earlier one recorded, and so requests less than there is.
     out.runs = max(out.runs, sum(out.seeds.values()))
     out.fixed = _fixed_plan(values(), reference, out.verdicts)
     return out
@@ -195,7 +195,7 @@ def race_plan(
     ),
 ) -> Race:
     """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
-    on. The plan grows by the seeds that were asked for, and says that its test is the sequential one.
+    on. The plan grows by the requested seeds, and says that its test is the sequential one.
 
     Args:
         plan: the comparison.

@@ -22,7 +22,7 @@ POWER = 0.8
 FEWEST = 3
 """With fewer shared seeds no test is made."""
 MOST_SEEDS = 10_000
-"""A plan that needs more is called hopeless rather than counted."""
+"""A plan that needs more gets no number."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A trial's folder: what was asked for, where it ran, what happened, what came out.
+"""A run's folder: the request, the environment, the log and the result.
 
     config.json       the trial, with every default written out
     environment.json  versions, commit, threads, machine of each session that worked on it
@@ -43,7 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, or raise Locked naming who holds it. The system frees the lock of a process that died.
 
     The lock file stays when the lock is let go: removing it would let two processes hold locks on two files of one
-    name. Who holds it stands in a file beside, because Windows lets nobody read a locked file.
+    name. Who holds it is written in a file beside, because Windows lets nobody read a locked file.
 
     Args:
         folder: of a run.
@@ -105,7 +105,7 @@ class RunStore:
         except (
             DamagedRecord,
             ConfigError,
-        ):  # what is asked for is known all the same; a checkpoint says whose it is
+        ):  # the request is known all the same; a checkpoint says whose it is
             _set_aside(path)
             known = None
         if known is None:
@@ -178,7 +178,7 @@ class RunStore:
                 path.unlink()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line. A process that is killed loses nothing; what a power cut takes stands in the checkpoint, or
+        """Append one line. A process that is killed loses nothing; what a power cut takes is in the checkpoint, or
         happens again. So nobody waits for the disk here: 60 epochs of a tiny model would wait longer than they train.
 
         Args:
@@ -203,7 +203,7 @@ class RunStore:
                 os.fsync(file.fileno())
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log; a last line that was cut off by a crash is left out. Raises DamagedRecord where a line was changed,
+        """The log; a last line that a crash cut short is left out. Raises DamagedRecord where a line was changed,
         or where the result says that there were more."""
         path = self.folder / "log.jsonl"
         content = path.read_bytes() if path.exists() else b""
@@ -254,7 +254,7 @@ def _set_aside(path: Path) -> None:
 
 
 # --------------------
-# A trial as it lies on disk, read: what was asked for, what came out, where it ran, what was
+# A trial as it lies on disk, read: the request, the result, the environment, what was
 # measured on it.
 
 
@@ -296,7 +296,7 @@ class LoggedRun:
         return last.get("cpu"), device, threads, malloc or AS_FOUND
 
     def lines(self) -> list[LogLine]:
-        """The log, read when first asked for; a damaged one is empty, and `log_damaged` says so."""
+        """The log, read on first use; a damaged one is empty, and `log_damaged` says so."""
         return self._read_log()[0]
 
     @property

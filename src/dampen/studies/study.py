@@ -45,13 +45,13 @@ class Study:
     folder: Path
     plan: Comparison
     function: Function | None = None
-    parts: Parts | None = None  # the user's own model and data, where the lab trains them
+    parts: Parts | None = None  # the user's model and data, for the built-in trainer
     settings: dict[str, Any] = field(default_factory=dict)  # how it was run, for `add`
     race: Race | None = None  # what became of it where it went on until it was decided
 
     @property
     def results(self) -> ResultTable:
-        """The lab's table of this study, as the page and every other format show it."""
+        """The table of this study, as the page and every other format show it."""
         return comparison_table(self.plan, read_runs(self.plan, self.folder))
 
     @property
@@ -162,7 +162,7 @@ class Study:
             if self.function is None:
                 from dampen.studies.request import plain_rows
 
-                plain_rows(found)  # refuses what the lab's trainer cannot take
+                plain_rows(found)  # refuses what the built-in trainer cannot take
             new = [row for row in found.rows if row.name not in known and row.name != PLAIN]
             if any(RunStore(self.folder / id).done for id in self.plan.runs):
                 self.plan.note_addition(row.name for row in new)
@@ -254,7 +254,7 @@ def _add_row(
 
 
 def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str, Any]:
-    """Where the parameters of a row stand: in the user's function, or in the sections of the lab's trainer."""
+    """Where the parameters of a configuration are: in the user's function, or in the sections of the built-in trainer."""
     if "function" in trial:
         return {"function": {"params": params}}
     from dampen.studies.request import sections

@@ -206,7 +206,7 @@ class ResultTable:
         return sorted(done, key=lambda e: e.summary.mean, reverse=self.study.mode == "max")
 
     def contenders(self) -> list[Entry]:
-        """The entries that cannot be told from the one with the best mean, that one first; see `verdict.contenders`.
+        """The entries that do not differ significantly from the one with the best mean, that one first.
 
         Only the configurations of one model are compared; seeds on different kernels are no pairs.
         """
@@ -631,7 +631,7 @@ class LoggedComparison:
         return sum(setting.planned for config in self.configs for setting in config.settings)
 
     def judge_by(self, wanted: str | None) -> None:
-        """Set the metric of the table and its direction, from what was asked for and what the runs recorded."""
+        """Set the metric of the table and its direction, from the request and the logged runs."""
         finals = [r.final for r in self.runs() if r.final and r.status == "finished"]
         self.metric = wanted or (finals[0].primary[0] if finals else "accuracy")
         known = {name: mode for final in finals for name, mode in (final.selection, final.primary)}

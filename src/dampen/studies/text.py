@@ -65,7 +65,7 @@ class Bpe:
         return out
 
     def characters(self) -> Tensor:
-        """How many characters each token stands for, as (vocabulary,) of float64.
+        """How many characters each token covers, as (vocabulary,) of float64.
 
         A character of several bytes counts at its first byte, so sums over a text are exact wherever tokens are cut.
         """

@@ -229,7 +229,7 @@ def _sources(place: Path) -> dict[str, str]:
         for p in files
         if p.name.endswith(tuple(all_suffixes()))
     }
-    # An installed package stands beside all others that are installed: those are not followed
+    # An installed package is beside all others that are installed: those are not followed
     return {**sources_of_package(place).files, **own} if is_users(place) else own
 
 

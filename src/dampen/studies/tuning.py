@@ -3,7 +3,7 @@
 The settings come from the recipe's `[search]` (the same number for every row, the baseline too) or from its `[grid]`.
 Each is trained on every tuning seed, and the best mean is chosen (`search_space.select`). With `strength_settings` a
 second stage follows (`search_space.py`). A choice at the end of a range that was searched extends it once: a quarter
-as many settings again go on beyond that end, then the row chooses anew among all. The test is read once per row, when
+as many settings again beyond that end, then a new choice among all. The test is read once per configuration, when
 the chosen setting is trained on `seeds`. What was tried is kept in `search.json`.
 """
 
@@ -421,8 +421,8 @@ def _check_chosen(
         ended = [id in results for point in row.settings for id in point.ids.values()]
         if row.name not in chosen and not all(ended):
             raise LabError(
-                f"No setting of {row.name!r} can be chosen: no tuning run of it came to an end. Its errors are in "
-                f"{place}. Correct the row or take it out; the same command goes on with what is recorded."
+                f"No setting of {row.name!r} can be selected: none of its tuning runs finished. The errors are in "
+                f"{place}. Correct the method or remove it, then rerun the same command to resume."
             )
 
 

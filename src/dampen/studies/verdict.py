@@ -351,7 +351,7 @@ def _named(d: Sequence[float], test: Test) -> str:
 
 
 def contenders(rows: Mapping[str, Values], mode: str, test: Test = "fixed") -> list[str]:
-    """The rows that cannot be told from the one with the best mean, that one first.
+    """The rows that do not differ significantly from the one with the best mean, that one first.
 
     The row that is truly best is among them in at least 95 of 100 tables: it is left out only where the leading row is
     significantly better than it, one-sided, at 5 % divided by the number of the other rows.

@@ -1,8 +1,8 @@
 """One batch for both passes: where every draw is a sample's own, a batch that holds each sample twice is two passes.
 
 A small model spends its time on calling operations, not in them, so one forward of twice the batch costs less than two.
-The first call of the model's forward in a step runs on the doubled batch and gives out its first half; the second, if
-it is asked for the same thing, gives out the other half. So whatever the user's function does around the model happens
+The first call of the model's forward in a step runs on the doubled batch and returns its first half; the second, if
+it gets the same arguments, returns the other half. So whatever the user's function does around the model happens
 twice, as it did. That halves do not touch each other is not taken for granted: what is known beforehand (draws that a
 batch shares, batch norm, penalties, hooks) is refused by name, and once per form of the input the model is run, with
 everything random silent, on a batch and on the same batch with strangers behind it, and must give the same.
@@ -61,7 +61,7 @@ def draws(module: nn.Module) -> bool:
 DOUBLED_BELOW = 200_000
 """Numbers that enter the first block in one pass (samples x tokens x channels) from which on two passes are run: there
 operations take longer than calling them. See `LOG.md` for the ratios that it was read from."""
-BEGUN_APART = "this training began with two passes and goes on with the draws of two"
+BEGUN_APART = "this training began with two passes and keeps their draws"
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 Forward = Callable[..., Any]
@@ -69,7 +69,7 @@ Silence = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
 class DoubledBatch:
-    """The doubled batch of one model: whether it may be, and during a step what was asked and the other half."""
+    """The doubled batch of one model: whether it may be, and during a step the arguments and the other half."""
 
     def __init__(self, why: str = "", first_block: nn.Module | None = None) -> None:
         self.why = why  # why never, once that is known
@@ -96,7 +96,7 @@ class DoubledBatch:
         return {**fresh.__dict__, "blocks": self.blocks}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on as the training began that a handle's state is of: two passes draw in another order than a doubled
+        """Continue as the training began that a handle's state is of: two passes draw in another order than a doubled
         batch. States of before know nothing of either."""
         self.why = self.why or str(state.get("never_doubled", BEGUN_APART))
 
@@ -256,7 +256,7 @@ def halves(output: Any) -> tuple[Any, Any]:
 
 
 def same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether a call asks for the same thing as another."""
+    """Whether a call has the same arguments as another."""
     if len(first) != len(second):
         return False
     return all(

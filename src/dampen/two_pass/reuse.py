@@ -1,11 +1,11 @@
 """The shared prefix of a two-pass step: blocks below the first perturbed one are computed once.
 
 In the first pass each block that runs before anything is perturbed leaves its output; in the second it gives that
-output back, if it is asked for the same thing. So every reader of a lower block (the next block, a skip connection, a
+output back, if it gets the same arguments. So every reader of a lower block (the next block, a skip connection, a
 list of hidden states) gets in the second pass exactly what a second computation would have given, and the gradients of
 both passes meet in one graph. What cannot be shared is computed again, and `why` says why: a block that draws at random
 or keeps a state of its own, one that gets a cache or hands out something beside its output (an inner hook), or one
-whose input differs between the passes, because something random stands below it. Where it is known from the start that
+whose input differs between the passes, because something random is below it. Where it is known from the start that
 no block can be shared, both passes may be one doubled batch (`doubled.py`)."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SharedBlocks:
 
 
 class PrefixSite:
-    """What is kept on a block: what it was asked and what it gave, between the two passes."""
+    """What is kept on a block: its arguments and its output, between the two passes."""
 
     def __init__(
         self, prefix: SharedBlocks, name: str, clones: Sequence[Regularizer], perturbed: bool

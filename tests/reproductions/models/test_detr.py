@@ -188,7 +188,9 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in methods() if n != "patch_dropout"])
+@pytest.mark.parametrize(
+    "name", [n for n, c in methods().items() if n != "patch_dropout" and not c.needs_adapters]
+)
 def test_every_method_attaches_and_trains(name):
     torch.manual_seed(0)
     model, target = tiny(), torch.tensor([[[1.0, 0.2, 0.3, 0.2, 0.3]], [[2.0, 0.7, 0.6, 0.2, 0.3]]])

@@ -4,10 +4,15 @@ import json
 
 import pytest
 
-from reproductions.pages import appendix_b, consistency_bound, joint_mask
+from reproductions.pages import (
+    appendix_b,
+    consistency_bound,
+    drop_key_argument,
+    joint_mask,
+)
 
 
-@pytest.mark.parametrize("page", [appendix_b, consistency_bound, joint_mask])
+@pytest.mark.parametrize("page", [appendix_b, consistency_bound, drop_key_argument, joint_mask])
 def test_up_to_date(page):
     assert page.main(["--check"]) == 0, f"run `python -m {page.__name__}`"
 

@@ -572,7 +572,8 @@ def record():
 
 @pytest.mark.slow
 def test_a_record_has_every_method_with_its_statistics(record):
-    assert set(methods()) <= set(record["ratios"])
+    on_any_model = {n for n, c in methods().items() if not c.needs_adapters}
+    assert on_any_model <= set(record["ratios"])
     for entry in [
         *record["ratios"].values(),
         *record["papers"].values(),

@@ -86,7 +86,7 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(tmp_path, small, quic
     assert [o.status for o in outcomes.values()] == ["finished"] * 3 + ["failed"]
     assert "patch" in outcomes[bad.id].message
     (warning,) = warnings
-    assert "goes on from its last checkpoint" in warning
+    assert "resumes from its last checkpoint" in warning
     # nothing lost: the same weights as without Ray and without a death, and a whole log
     whole = run_trial(long, tmp_path / "alone", quick)
     final = RunStore(tmp_path / long.id).final()

@@ -192,7 +192,9 @@ def test_a_row_that_does_nothing_at_all_leaves_after_the_first_round():
 def test_a_race_says_how_many_seeds_it_took():
     run, values, _ = simulated({"a": 50.0})
     told = race(["a"], "plain", run, values, "accuracy").told()
-    assert re.match(r"\d+ runs in 1 round, \d+ seeds each: every row is decided\.", told), told
+    assert re.match(
+        r"\d+ runs in 1 round, \d+ seeds each: every comparison is conclusive\.", told
+    ), told
 
 
 def test_more_rows_dropped_do_not_make_the_others_easier():

@@ -387,7 +387,7 @@ def test_a_row_whose_runs_all_failed_stops_and_one_that_diverged_does_not(tmp_pa
         return Answers(lambda t: 0.5)(plan, place) or 1
 
     with pytest.raises(
-        LabError, match="No setting of 'dropkey' can be chosen: no tuning run of it came to an end"
+        LabError, match="No setting of 'dropkey' can be selected: none of its tuning runs finished"
     ):
         tune(recipe(), make_comparison(recipe()), tmp_path / "failed", None, [], [], fails)
     answers = Answers(lambda t: None if t.methods else 0.5)

@@ -45,12 +45,12 @@ def test_warnings_name_their_trial_and_ones_own_training_its_steps():
             "a",
             Event(
                 kind="warning",
-                message="Its worker was killed by SIGKILL; it goes on from its last checkpoint.",
+                message="Its worker was killed by SIGKILL; it resumes from its last checkpoint.",
             ),
         )
         view("a", Event(kind="start", step=41, steps=100, count=6, resumed=1))
     assert text.getvalue().splitlines() == [
-        "plain seed 0: Its worker was killed by SIGKILL; it goes on from its last checkpoint.",
+        "plain seed 0: Its worker was killed by SIGKILL; it resumes from its last checkpoint.",
         "  plain seed 0 resumes at step 6",
     ]
 

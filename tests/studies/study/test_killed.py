@@ -47,7 +47,7 @@ def test_a_killed_worker_goes_on_from_the_checkpoint_of_the_function_bit_exactly
     assert {o.status for o in outcomes.values()} == {"finished"}
     (warning,) = [e for events in said.values() for e in events if e.kind == "warning"]
     assert (
-        warning.message == "Its worker was killed by SIGKILL; it goes on from its last checkpoint."
+        warning.message == "Its worker was killed by SIGKILL; it resumes from its last checkpoint."
     )
     again = [e for e in said["drop_head(rate=0.5)"] if e.kind == "start" and e.resumed]
     assert [e.resumed for e in again] == [1]

@@ -197,7 +197,7 @@ class ConvolutionPenalties:
         self._ledger = Penalties(model, clones.values(), strict)
 
     def progress(self, t: float) -> None:
-        """Tell the schedules how far training is, in [0, 1].
+        """Set the schedules to the progress of training, in [0, 1].
 
         Args:
             t: share of training that is done, in [0, 1].

@@ -240,7 +240,7 @@ class _Batched(torch.autograd.Function):
             return tuple(values)
         bares = []
         for y, bias, job in zip(ys, biases, plan, strict=True):
-            if bias is not None and job.cut is not None:  # as it stands in y
+            if bias is not None and job.cut is not None:  # as in y
                 bias = bias.narrow(0, *job.cut).view(y.shape[1], 1, y.shape[3])
             bare = y if bias is None else y - bias
             # sqrt(w) here and in the backward
@@ -353,7 +353,7 @@ def _split(room: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 class Strided(NamedTuple):
-    """How a tensor lies, asked once for forward and backward: slabs, groups, rows and size, and the
+    """The memory layout of a tensor, computed once for forward and backward: slabs, groups, rows and size, and the
     strides of its own and of a gradient like it."""
 
     shape: tuple[int, int, int, int]
@@ -414,7 +414,7 @@ def all_gradients(
     sums: Sequence[Place | None],
     to_biases: Sequence[Place | None],
 ) -> list[Tensor]:
-    """factor w (y - bias) of each y, and -factor sums where `to_biases` stands."""
+    """factor w (y - bias) of each y, and -factor sums where `to_biases` is given."""
     outs = []
     for y in ys:
         if y.ndim != 4:

@@ -149,7 +149,7 @@ def tap_projection(role: str, operand: Tensor, call: Call, term: Term) -> tuple[
     if valid is not None:
         valid = fit(valid, tokens, call)
     compiling = torch.compiler.is_compiling()
-    followed = compiling or functorch_level() is not None  # nobody may ask where tensors lie
+    followed = compiling or functorch_level() is not None  # memory addresses must not be read
     apart = term.detach or linear.adapter is not None or followed
     if (
         not apart and y is not None and isinstance(rows, slice) and _shows(operand, y, rows)

@@ -297,7 +297,7 @@ class _Tap(torch.autograd.Function):
             if row is not None:
                 sums = weighed(bare, weights).sum_to_size(row.shape)
         ctx.save_for_backward(y, bias, weights, sums)
-        # not a view: a model may go on in place
+        # not a view: a model may continue in place
         return y.detach(), value * factor
 
     @staticmethod

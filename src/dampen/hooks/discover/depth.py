@@ -49,14 +49,14 @@ def towers_of(names: Sequence[str]) -> list[str]:
 
 
 def _upper_half(tower: str, towers: Sequence[str]) -> str:
-    """A decoder that goes on where a tower of its name ends: "text" and "text_decoder" of CoCa are one path."""
+    """A decoder that continues where a tower of its name ends: "text" and "text_decoder" of CoCa are one path."""
     lower = tower.removesuffix("_decoder")
     return lower if lower in towers else tower
 
 
 def _tower_of(name: str) -> tuple[str, str]:
     """What a name says up to its first word for a tower, and up to its last one for a side. Elements of a list are
-    stages of one path, so what stands behind a number says nothing."""
+    stages of one path, so the part after a number says nothing."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     if _LIST_OF_ITS_OWN & set(parts[:first]):
@@ -70,7 +70,7 @@ def _tower_of(name: str) -> tuple[str, str]:
 
 
 def sites_of(names: Sequence[str], depth: str) -> list[Site]:
-    """Where each layer stands among all that were chosen, and in its own tower."""
+    """The position of each layer among all that were chosen, and in its own tower."""
     if depth not in ("stack", "model"):
         raise ValueError(f"depth must be 'stack' or 'model', got {depth!r}.")
     towers = towers_of(names) if depth == "stack" else [""] * len(names)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dampen.hooks.discover.roles import (
+    adapter_side,
     attention_role,
     feed_forward_roles,
     is_adapter,
@@ -33,6 +34,9 @@ class LinearPlan:
     role: str
     attention: str | None = None
     expert: bool = False  # whether it is one expert's, of several
+    side: str = (
+        ""  # lora_a or lora_b, for the two maps of an adapter; their role is lora_q and so on
+    )
 
 
 def inside(inner: str, outer: str) -> bool:
@@ -356,9 +360,9 @@ def find_linears(
             role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))
             if role == "other" and local in (whole := _inner_feed_forward(attentions[home])):
                 role = whole[local]
-            plans[name] = LinearPlan(module, role, home)
+            plans[name] = LinearPlan(module, role, home, side=adapter_side(inner))
         elif local in outside:
-            plans[name] = LinearPlan(module, outside[local])
+            plans[name] = LinearPlan(module, outside[local], side=adapter_side(local))
         else:  # in a wrapper of an attention: its output projection, where it has one map or the name says so
             above = local.rpartition(".")[0]
             alone = (
@@ -372,7 +376,8 @@ def find_linears(
                 if alone or is_adapter(local)
                 else attention_role(local.rpartition(".")[2], {})
             )
-            plans[name] = LinearPlan(module, f"lora_{role}" if is_adapter(local) else role)
+            role = f"lora_{role}" if is_adapter(local) else role
+            plans[name] = LinearPlan(module, role, side=adapter_side(local))
     return plans
 
 

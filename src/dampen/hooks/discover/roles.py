@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dampen.functional.explicit.layers import LowRank
-from dampen.regularizer import UnsupportedModel
+from dampen.regularizer import ADAPTERS, UnsupportedModel
 
 _NAMES = {
     "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q "
@@ -87,7 +87,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Which of the four a linear map is: asked once, when it is opened, and not in every forward."""
+    """Which of the four a linear layer is: looked up once, when it is opened, and not in every forward."""
     kinds = {"convolution": is_convolution, "conv1d": is_conv1d, "low rank": is_low_rank}
     return next((kind for kind, fits in kinds.items() if fits(module)), "linear")
 
@@ -118,8 +118,8 @@ def _merged(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
-    """The role of a linear map inside an attention module, by the last telling part of its name; "other" if none
-    tells.
+    """The role of a linear map inside an attention module, by the last meaningful part of its name; "other" if none
+    has one.
 
     >>> attention_role("q_proj.base_layer", {}), attention_role("q_proj.lora_B.default", {})
     ('q', 'lora_q')
@@ -144,8 +144,17 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
+def adapter_side(name: str) -> str:
+    """Which of LoRA's two maps a name says: "lora_a", which reads the input, or "lora_b"; else "".
+
+    >>> adapter_side("q_proj.lora_A.default"), adapter_side("q_proj.base_layer")
+    ('lora_a', '')
+    """
+    return next((side for part in name.split(".") if (side := part.lower()) in ADAPTERS), "")
+
+
 def _feed_forward_role(parts: Sequence[str]) -> str:
-    """What the last telling part of a name says: "ffn.lin2" is the second map. A part "ffn" tells only at the end
+    """What the last meaningful part of a name says: "ffn.lin2" is the second map. A part "ffn" counts only at the end
     (ALBERT), because elsewhere it holds both maps."""
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] == "ffn" and i < len(parts) - 1:
@@ -164,7 +173,7 @@ def _is_partner(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
 
 
 def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> dict[str, str]:
-    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other. `by_shape`: where no name tells,
+    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other. `by_shape`: where no name shows it,
     the shapes do.
 
     >>> maps = {"mlp.gate_proj": nn.Linear(4, 8), "mlp.up_proj": nn.Linear(4, 8), "mlp.down_proj": nn.Linear(8, 4)}
@@ -184,7 +193,7 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
     pair = next((n for n in rest if len(alone) == 1 and _is_partner(n, alone[0], maps)), None)
     if (
         pair is not None
-    ):  # a name that fits one map of two tells nothing: "linear0" and "linear1" (FT-Transformer)
+    ):  # a name that fits one map of two says nothing: "linear0" and "linear1" (FT-Transformer)
         first, second = (n for n in maps if n in (pair, alone[0]))
         roles |= {first: "ffn_in", second: "ffn_out"}
     if (
@@ -225,7 +234,7 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def connect_adapters(model: nn.Module) -> int:
-    """Tell each regularized map of the adapter that lies around it; how many have one."""
+    """Give each regularized map the adapter around it; how many have one."""
     count = 0
     for module in model.modules():
         if is_lora(module):

@@ -37,7 +37,14 @@ from dampen.hooks.discover.source import (
     shows_parts,
 )
 from dampen.hooks.experts import ExpertsPlan, find_experts
-from dampen.regularizer import ATTENTION_STAGES, BLOCK_STAGES, LINEAR_STAGES, ROLES, Regularizer
+from dampen.regularizer import (
+    ADAPTERS,
+    ATTENTION_STAGES,
+    BLOCK_STAGES,
+    LINEAR_STAGES,
+    ROLES,
+    Regularizer,
+)
 
 _KEYLESS = re.compile(
     r"outlook|deformableattention|linearattention|lightningattention", re.IGNORECASE
@@ -65,9 +72,7 @@ class LayerPlan:
     elements: list[str] = field(
         default_factory=list
     )  # what it consists of, where no single module is the layer
-    mixers: list[nn.Module] = field(
-        default_factory=list
-    )  # what stands in the place of attention (Mamba)
+    mixers: list[nn.Module] = field(default_factory=list)  # what replaces attention (Mamba)
 
     @property
     def pools(self) -> bool:
@@ -87,7 +92,8 @@ class LayerPlan:
         has = {
             "attention": self.has_softmax,
             "feed-forward": bool(method.roles & self.roles & FEED_FORWARD),
-            "projections": bool(method.roles & self.roles - FEED_FORWARD),
+            "projections": bool(method.roles & self.roles - FEED_FORWARD - ADAPTERS),
+            "adapters": bool(method.roles & self.roles & ADAPTERS),
             "blocks": self._has_blocks(method) and bool(method.branch_roles & self.branch_roles),
         }
         return {part for part in parts_of(method) if has[part]}
@@ -115,12 +121,13 @@ class LayerPlan:
         experts = {
             role for plan in self.experts.values() for role in plan.parameters.values() if role
         }
-        return mha | experts | {plan.role for plan in self.linears.values()}
+        sides = {plan.side for plan in self.linears.values()} - {""}
+        return mha | experts | sides | {plan.role for plan in self.linears.values()}
 
 
 def parts_of(method: Regularizer) -> set[str]:
     """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward, projections (the
-    linear layers of attention), blocks (residual branches, or the block as a whole)."""
+    linear layers of attention), adapters (LoRA), blocks (residual branches, or the block as a whole)."""
     attends, multiplies = method.stages & set(ATTENTION_STAGES), method.stages & set(LINEAR_STAGES)
     read = (
         {"out"} if attends else ROLES_OF_ATTENTION
@@ -129,6 +136,7 @@ def parts_of(method: Regularizer) -> set[str]:
         "attention": bool(attends),
         "feed-forward": bool(multiplies and method.roles & FEED_FORWARD),
         "projections": bool(multiplies and method.roles & read),
+        "adapters": bool(multiplies and method.roles & ADAPTERS),
         "blocks": bool(method.stages & set(BLOCK_STAGES)),
     }
     return {part for part, acts in wanted.items() if acts}
@@ -141,7 +149,7 @@ def find_layers(
     projections: Mapping[str, str] | None = None,
     whole_stacks: bool = False,
 ) -> list[LayerPlan]:
-    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the kind asked for.
+    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the requested kind.
 
     `whole_stacks`: also the layers without attention that stand in one list with these (hybrids with Mamba)."""
     if attention not in ("self", "cross", "all"):
@@ -323,7 +331,7 @@ def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a part of a layer without attention stands in its place: it multiplies."""
+    """Whether a part of a layer without attention replaces it: it multiplies."""
     return any(p.ndim > 1 for p in module.parameters()) and not isinstance(module, LISTS)
 
 
@@ -350,7 +358,7 @@ def find_attentions(model: nn.Module) -> Attentions:
     named -= {n for n in named if closest(n, certain) is not None}
     if (
         not certain | named
-    ):  # maps of another kind (convolutions, quantized), or another name: the code tells
+    ):  # maps of another kind (convolutions, quantized), or another name: the code decides
         named = {
             n for n, m in modules.items() if not isinstance(m, LISTS) and computes_attention(m)
         }

@@ -219,7 +219,7 @@ def _attends(name: str) -> bool:
 
 
 def _global(function: FunctionType, name: str) -> Any:
-    """What a global name stands for, where that is a function to be read; None where it hides nothing."""
+    """The object behind a global name, where that is a function to be read; None where it hides nothing."""
     value = function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
     if isinstance(value, FunctionType) or value is _UNKNOWN:
         return value

@@ -1,6 +1,6 @@
 """Which channel of which linear map each element of an attention's operands came from.
 
-Beside the output of every map stands a tensor of the same shape that holds, for each element, the number of the map and
+Each output of a linear layer has a companion tensor of the same shape. It holds, for each element, the number of the map and
 of its channel. Whatever only moves elements (view, permute, split, contiguous, ...) is done to that companion as well,
 and what works on each element alone (a norm, a scale, an added bias) leaves it be. At the attention the companions
 then say without any convention which axis is the heads (Hiera's windows are as many), and which rows of a fused or
@@ -159,7 +159,7 @@ def attends_over_channels(
     companions: Sequence[Tensor | None], q: Tensor, given: Sequence[int] | None
 ) -> bool:
     """Whether the rows of q (B, H, rows, columns) are channels and its columns tokens (Restormer, XCiT), so that the
-    scores are those of channels with channels. The companions of q and k tell; where they do not, as in a compiled
+    scores are those of channels with channels. The companions of q and k show it; where they do not, as in a compiled
     graph, the shapes do: columns as many as the tokens of what the module was given, rows times heads its channels."""
     for companion in companions[:2]:
         if companion is None:
@@ -184,7 +184,7 @@ def attends_over_channels(
 def head_axis(companion: Tensor) -> tuple[int | None, int] | None:
     """Which leading axis of an operand (..., tokens, channels) counts heads, and how many there are: fewer than the
     axis is long where they are merged with the batch in it. None as the axis where there is one head, or no other axis
-    beside a merged one. None at all where the companion does not tell."""
+    beside a merged one. None at all where the companion does not show it."""
     leading = companion[..., 0, 0]
     if not bool((companion[..., :1, :] == companion).all()):
         return None  # a channel that changes from token to token
@@ -217,7 +217,7 @@ def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] |
 
 
 def start_following(site: AttentionSite, call: Call) -> None:
-    """The beginning of an attention module's forward. A compiled graph takes what plain forwards have told."""
+    """The beginning of an attention module's forward. A compiled graph takes what eager forwards have found."""
     if torch.compiler.is_compiling():
         call.cuts, call.unknown = dict(site.cuts), site.unknown
         return
@@ -229,7 +229,7 @@ def start_following(site: AttentionSite, call: Call) -> None:
 def tell_heads(
     site: AttentionSite, call: Call, companions: Sequence[Tensor | None], leading: Sequence[int]
 ) -> tuple[int | None, int] | None:
-    """The axis of the heads among the leading axes of q, k and v, and their number, where their companions tell."""
+    """The axis of the heads among the leading axes of q, k and v, and their number, where their companions show it."""
     if call.followed is None:
         return site.told.get(len(leading))
     fitting = [c for c in companions if c is not None and tuple(c.shape[:-2]) == tuple(leading)]

@@ -4,10 +4,10 @@ Inside an attention module a product of two tensors may be the scores. What is d
 reshaping) is remembered; if it enters a softmax over its last axis and the result, after dropout, is multiplied with a
 third tensor, then that is attention. There, at the second product, q, k, v, the scores and the way from the scores to
 the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
-scores that the stages give. The model's own first softmax serves only to go on until then; its dropout waits.
+scores that the stages give. The model's own first softmax serves only to continue until then; its dropout waits.
 
 Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
-scores before the softmax and cut off after it, and the stages see the keys alone.
+scores before the softmax and removed after it, and the stages see the keys alone.
 
 Heads that are mixed on the way (talking heads: a linear map, a convolution or a matrix over the axis of the heads,
 before the softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
@@ -16,7 +16,7 @@ The way that a module's first forward took is remembered by the order of its fun
 come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
 twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
 
-What cannot be told is refused: another function between, a softmax over another axis, weights that the module also uses
+What cannot be recognized raises: another function between, a softmax over another axis, weights that the module also uses
 for something else (token pruning) or mixes with others (ConViT's gate), where a method acts on scores or weights.
 """
 
@@ -203,7 +203,7 @@ class EagerAttention:
         attend: Callable[[Plain], Tensor],
     ) -> None:
         self.module, self.site, self.where, self.watch = module, site, site.name, watch
-        self.attend = attend  # runs dampen's attention instead, where that is asked for
+        self.attend = attend  # runs dampen's attention instead, where that is requested
         self.leave_out = leave_out  # what to do where there is no attention over tokens
         self.ways: list[tuple[Way, Product]] = []
         self.ids: set[int] = (

@@ -17,9 +17,9 @@ from dampen.names import leave_out
 # tokens, channels).
 #
 # Four axes are (B, H, N, D) by convention, unless the way of the channels says (B * H, blocks,
-# N, D) (HaloNet). Of three or five the module's own number of heads tells which axis is the
+# N, D) (HaloNet). Of three or five the module's own number of heads shows which axis is the
 # heads (Nest: (B, H, blocks, N, D); Twins: (B, blocks, H, N, D); BLOOM: (B * H, N, D)); where
-# it does not tell, a guess would drop blocks of an image for heads, so it is an error.
+# it does not show it, a guess would drop blocks of an image for heads, so it is an error.
 
 _HEADS = "num_heads heads n_heads num_attention_heads n_head nhead num_head nb_head num_attn_heads".split()
 
@@ -74,20 +74,20 @@ def layout_of(
     where: str,
     tokens: int,
     given: Sequence[int] | None,
-    told: tuple[int | None, int] | None = None,
+    traced: tuple[int | None, int] | None = None,
 ) -> Layout:
     """The layout of operands with these leading axes and so many queries in an attention of `module`, which was given
-    something of the shape `given`; an error where it cannot be told. `told` is what the way of the channels says: the
-    axis of the heads and their number."""
+    something of the shape `given`; an error where it is unknown. `traced` is the axis of the
+    heads and their number, where tracing found them."""
     leading = tuple(leading)
     heads, size = heads_of(module), len(leading)
     if size == 0 and given is not None and len(given) > 2:
         raise RuntimeError(
             f"{type(module).__name__} at '{where}' got {tuple(given)} and attends with two axes, so its queries and "
-            f"keys are not the tokens of one sample (of a batch, its samples?). To go on, {leave_out(where)}."
+            f"keys are not the tokens of one sample (of a batch, its samples?). To continue, {leave_out(where)}."
         )
-    if told is not None:
-        return Layout(leading, *told)
+    if traced is not None:
+        return Layout(leading, *traced)
     if heads is None and size == 1 and given is not None and len(given) == 3 and given[1] == tokens:
         heads = (
             leading[0] // given[0] if leading[0] % given[0] == 0 else None
@@ -120,7 +120,7 @@ def layout_of(
         return Layout(leading, found[0], leading[found[0]])
     raise RuntimeError(
         f"{type(module).__name__} at '{where}' attends with {size + 2} axes, (batch..., tokens, channels) = "
-        f"{tuple(leading)} + two, and its number of heads ({'unknown' if heads is None else heads}) does not tell "
+        f"{tuple(leading)} + two, and its number of heads ({'unknown' if heads is None else heads}) does not show "
         f"which of them are the heads. Give the module an attribute num_heads, or {leave_out(where)}."
     )
 
@@ -345,7 +345,7 @@ def _einsum(equation: str, operands: Any) -> Equation | None:
     if parts is None or not all(isinstance(x, Tensor) for x in operands):
         return None
     a, b, out = parts.groups()
-    if "Z" in a + b + out:  # an ellipsis stands for any number of leading axes
+    if "Z" in a + b + out:  # an ellipsis matches any number of leading axes
         return None
     summed = [x for x in a if x in b and x not in out]
     lost = [x for x in a + b if x not in out and x not in summed]
@@ -469,14 +469,14 @@ class Product:
         self.scores: Way | None = None  # what entered it
         self.keys: Way | None = None  # the scores of keys alone, where sinks were laid beside them
         self.clean: Tensor | None = None  # the weights at the softmax that no method has changed
-        self.used: Tensor | None = None  # those that the model goes on with
+        self.used: Tensor | None = None  # those that the model continues with
         self.keys_first = (
             False  # whether the scores are k q^T, with a softmax over their first axis
         )
         # the steps of a softmax that the code writes out, with what each read and gave
         self.steps: dict[str, tuple[Way, Tensor]] = {}
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
-        self.early = False  # whether that was at the softmax: the model's code goes on with what they made of it
+        self.early = False  # whether that was at the softmax: the model's code continues with what they made of it
         self.touched = False  # whether more is done with the weights than dropout and the product
         self.turned: Way | None = (
             None  # the weights with their last two axes swapped, for values^T weights^T

@@ -31,7 +31,7 @@ from dampen.studies.processes import describe_malloc
 from dampen.studies.report.packs import BENCH
 
 NOISY = 0.03
-"""An interval wider than this, as a fraction of its median, cannot tell small costs apart."""
+"""An interval wider than this, as a fraction of its median, cannot separate small costs."""
 FUSED, UNFUSED = "plain, fused attention", "plain, unfused attention"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Step = Callable[[], None]

@@ -77,9 +77,7 @@ def scale_attention(
             if reference not in runs or len(runs) < 2:
                 continue
             much = {"rounds": 9, "seconds": 3.0, "least": 3}
-            if (
-                options.size
-            ):  # what is asked for, and five rounds in any case; `_runnable` has warmed up
+            if options.size:  # the request, and five rounds in any case; `_runnable` has warmed up
                 much = {
                     "rounds": options.rounds,
                     "seconds": left * share * 0.7,
@@ -197,7 +195,7 @@ def _wait(device: str) -> None:
 def _too_much(
     found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: int, left: float
 ) -> dict[str, str]:
-    """The rows that cannot go on to length n, with the reason; the dearest go first until the rest fits the time.
+    """The rows that cannot run at length n, with the reason; the dearest go first until the rest fits the time.
 
     What is plain is needed as long as there is a row to compare with it.
     """

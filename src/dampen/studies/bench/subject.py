@@ -375,9 +375,7 @@ def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
     """
     if torch.device(device).type == "cuda":
         return _cuda_peak(run, device)
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or the profiler tells the terminal each start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints each start and stop
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()  # what earlier work left in cycles would otherwise be given back inside, and count as less

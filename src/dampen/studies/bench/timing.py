@@ -29,7 +29,7 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """The interval's width as a fraction of the median: above 0.03 the machine is too noisy to tell small costs."""
+        """The interval's width as a fraction of the median: above 0.03 the machine is too noisy for small costs."""
         return (self.high - self.low) / self.median
 
     def __str__(self) -> str:

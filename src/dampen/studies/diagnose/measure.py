@@ -360,7 +360,7 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str, Any] | None:
-    """What was measured before, if it is of this trial, with these settings, and has all that is asked for.
+    """What was measured before, if it is of this trial, with these settings, and has everything requested.
 
     Args:
         folder: the folder.

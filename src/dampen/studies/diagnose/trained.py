@@ -54,7 +54,7 @@ class Trained:
 
 @dataclass
 class Batches:
-    """Batches of a split, as often as asked for."""
+    """Batches of a split, as often as requested."""
 
     split: Any
     examples: int
@@ -179,7 +179,7 @@ def from_model(
     data_dir: str | None = None,
     partial: bool = False,
 ) -> Trained:
-    """A model that the lab did not train: `package.module:function` that returns it, or a file with its state_dict.
+    """A model that no study trained: `package.module:function` that returns it, or a file with its state_dict.
 
     The file is read with `weights_only=True`, and `model` says what the weights belong to, as in `vit(width=48)`.
 

@@ -115,7 +115,7 @@ def run_job(
         job: the run and its folder.
         execution: threads, devices, data, plug-ins.
         report: receives events as plain data.
-        stop: asked after every step; True stops after a checkpoint.
+        stop: called after every step; True stops after a checkpoint.
     """
     from dampen.studies.data.dataset import DamagedData, IncompleteData, MissingData
     from dampen.studies.trainer.train import run_trial
@@ -165,6 +165,6 @@ def after_death(job: Job, how: str, deaths: int) -> tuple[str, Outcome | None]:
         return message, failed(job, message)
     kept = saved_states(job.folder, "checkpoint")
     return (
-        f"Its worker {how}; {'it goes on from its last checkpoint' if kept else 'it starts again'}.",
+        f"Its worker {how}; {'it resumes from its last checkpoint' if kept else 'it starts again'}.",
         None,
     )

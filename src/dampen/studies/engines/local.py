@@ -3,8 +3,7 @@
 A worker runs one trial and ends, so that nothing a trial changes in its process (autocast, threads, patched functions,
 the environment) reaches the next one. On Linux workers are forked from a server that has imported torch and Fabric.
 Cores are shared out: with as many workers as cores each uses one thread. Where there are GPUs, one worker runs on each,
-and sees no other. A worker that dies is replaced and its trial
-goes on from its checkpoint.
+and sees no other. A worker that dies is replaced and its run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def least_used(places: Sequence[str], used: Iterable[str]) -> str:
 STOP_SECONDS = 7.0
 """After SIGTERM, how long a worker may take to write its checkpoint. Then it is killed; its run resumes."""
 LEAVE_SECONDS = 5.0
-"""How long a worker may take to end after its outcome, or once it is told that nobody needs it. A user's function may
+"""How long a worker may take to end after its outcome, or once it is no longer needed. A user's function may
 have left threads behind that never end."""
 LOOK_SECONDS = 0.05
 """How often a worker looks whether it is to stop."""
@@ -113,7 +112,7 @@ class LocalEngine:
     """Processes on this machine.
 
     Args:
-        workers: how many at once; as many as there are cores, or GPUs (or trials, if fewer) when not said.
+        workers: how many at once; as many as there are cores, or GPUs (or runs, if fewer) if omitted.
         planned: how many trials the whole run has; threads are shared out by it, so that a resumed run, with fewer
             trials left, computes with as many threads as before.
         per_gpu: workers that share a GPU.
@@ -277,7 +276,7 @@ def _finish(worker: _Worker, deadline: float) -> None:
     """End a worker: by closing its pipe, and by force if it has not ended at the deadline."""
     worker.pipe.close()
     worker.process.join(max(0.0, deadline - time.monotonic()))
-    if worker.process.is_alive():  # SIGTERM would only ask it to stop, as the closed pipe did
+    if worker.process.is_alive():  # SIGTERM would only request a stop, as the closed pipe did
         worker.process.kill()
         worker.process.join(5)
 

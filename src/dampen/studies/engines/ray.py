@@ -1,6 +1,6 @@
 """The Ray engine: trials as Ray Core tasks, on a cluster or on a local one that is started for the run.
 
-Same jobs, same records as the local engine. A task whose worker or node dies is submitted again and goes on from its
+Same jobs, same records as the local engine. A task whose worker or node dies is submitted again and resumes from its
 checkpoint. The runs folder should lie on a file system that all nodes share; where it does not, the small files of a
 finished record are sent back, and only checkpoints and weights stay on the node.
 """
@@ -60,8 +60,8 @@ class RayEngine:
     """Tasks on a Ray cluster.
 
     Args:
-        address: of a cluster (`auto` finds one on this machine); a local one is started for the run when not said.
-        workers: how many trials at once; as many as the cluster has processors for when not said.
+        address: of a cluster (`auto` finds one on this machine); starts a local cluster if omitted.
+        workers: how many trials at once; as many as the cluster has processors for if omitted.
         planned: taken for the sake of equal calls; a trial has one thread here unless `Execution.threads` says more.
     """
 
@@ -187,7 +187,7 @@ def _task(
     looked_at, stopping = 0.0, False
 
     def stopped() -> bool:
-        """Ask twice a second at most: a question to another process costs as much as a step of a small model."""
+        """Query twice a second at most: a question to another process costs as much as a step of a small model."""
         nonlocal looked_at, stopping
         if not stopping and time.monotonic() - looked_at > 0.5:
             looked_at, stopping = time.monotonic(), ray.get(mailbox.stopped.remote())

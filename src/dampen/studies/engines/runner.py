@@ -1,4 +1,4 @@
-"""Running a plan: skip what is recorded, resume what was cut off, run the rest on an engine."""
+"""Running a plan: skip finished runs, resume interrupted ones, run the rest on an engine."""
 
 from __future__ import annotations
 

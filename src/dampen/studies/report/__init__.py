@@ -116,7 +116,7 @@ def write_report(
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name asks for.
+    """The format that a file's name implies.
 
     Args:
         path: the file.

@@ -242,8 +242,8 @@ def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, 
 
 
 def _front(entries: list[Entry], mode: str) -> list[Entry]:
-    """The methods that pay for a more expensive step with a better result, cheapest first. Costs that cannot be told
-    apart are equal, so a method is left out where a better one does not cost measurably more."""
+    """The methods that pay for a more expensive step with a better result, cheapest first. Costs that cannot be
+    separated are equal, so a method is left out where a better one does not cost measurably more."""
 
     def beats(one: Entry, two: Entry) -> bool:
         return (one.summary.mean > two.summary.mean) == (mode == "max") and (
@@ -603,7 +603,7 @@ KINDS = (("ratios", "dampen"), ("papers", "as published"), ("alternatives", "tim
 
 
 def bench_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per mark: the row it stands in, who made it, its cost with its interval, memory and target.
+    """One entry per mark: its row, who made it, its cost with its interval, memory and target.
 
     Args:
         record: what `dampen bench` measured.

@@ -275,7 +275,7 @@ def band_chart(
         palette: the color, shape and dash of each method.
         points: mark each point.
         legend: draw a legend.
-        parts: values of the field `part`, which the dash of a line tells apart.
+        parts: values of the field `part`, which the dash of a line distinguishes.
     """
     import altair as alt
 

@@ -198,7 +198,7 @@ def to_json(tables: list[ResultTable], skipped: list[Skipped]) -> str:
 
 
 def to_latex(tables: list[ResultTable]) -> str:
-    """Tables for a paper (booktabs), one per study; rows shown better than the reference in bold.
+    """Tables for a paper (booktabs), one per study; methods that are significantly better than the baseline in bold.
 
     Args:
         tables: the judged tables.

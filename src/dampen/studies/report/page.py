@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds everything it needs and asks no network for anything."""
+"""The page: one HTML file that holds everything it needs and needs no network."""
 
 from __future__ import annotations
 

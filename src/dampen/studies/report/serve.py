@@ -67,7 +67,9 @@ class LivePage:
             if version != self._version:
                 try:
                     self._page = make_report(self.runs, self.split).render("html", live=version)
-                except Exception as error:  # whatever state the folders are in, the server goes on
+                except (
+                    Exception
+                ) as error:  # whatever state the folders are in, the server keeps running
                     known = isinstance(error, LabError)
                     self._page = _waiting(
                         str(error) if known else "".join(traceback.format_exception(error))
@@ -77,7 +79,7 @@ class LivePage:
 
 
 def _waiting(message: str) -> str:
-    """Shown until there is something to show; asks again by itself."""
+    """Shown until there is something to show; reloads by itself."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
         '<meta name="color-scheme" content="light dark"><title>dampen report</title>'

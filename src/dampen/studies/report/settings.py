@@ -156,7 +156,7 @@ def more_seeds(table: ResultTable, folder: Path | None = None) -> str:
 
 
 # --------------------
-# Names. "vit + drop_key" and "vit + drop_head" share "vit": it is said once, above the table.
+# Names. "vit + drop_key" and "vit + drop_head" share "vit": it is shown once, above the table.
 
 JOINTS = (" + ", " · ")
 

@@ -280,7 +280,7 @@ def small_model_note(table: ResultTable) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """A headline and what stands behind it, in sentences."""
+    """A headline and the sentences behind it."""
 
     headline: str
     details: list[str]
@@ -386,7 +386,7 @@ def tuned(table: ResultTable) -> str:
 
 
 def _tuned_equally(table: ResultTable, seeds: str) -> str:
-    """What was tried of every row, which choices lie at the end of a range, and where validation told nothing apart."""
+    """What was tried of every row, which choices lie at the end of a range, and where settings tie on validation."""
     search, names = table.study.search, [row.name for row in table.study.configs]
     rows = {name: search["rows"][name] for name in names if name in search["rows"]}
     further = sum(bool(row.get("extended")) for row in rows.values())

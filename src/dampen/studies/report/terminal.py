@@ -144,7 +144,7 @@ def published_text(value: Any) -> str:
 
 
 EVERY = 60.0
-"""Seconds between two lines about what goes on, where there is no terminal."""
+"""Seconds between two progress lines, where there is no terminal."""
 
 
 def console_for(stderr: bool = False) -> Console:
@@ -160,7 +160,7 @@ def console_for(stderr: bool = False) -> Console:
 
 
 class LiveView:
-    """Shows a run while it goes on: a bar over all trials, a line per running trial with its loss terms and ETA, and
+    """Shows a run in progress: a bar over all trials, a line per running trial with its loss terms and ETA, and
     the table so far. Without a terminal it prints one line per finished trial, and one per minute, instead.
 
     `table`, if given, makes the table anew after each trial.
@@ -242,7 +242,7 @@ class LiveView:
             self._outcome(trial, event)
 
     def _keep_talking(self) -> None:
-        """A training that tells nothing, or a step that takes minutes, must not look like one that hangs."""
+        """A training that reports nothing, or a step that takes minutes, must not look like one that hangs."""
         while not self.ended.wait(EVERY / 4):
             self._minute()
 

@@ -17,9 +17,9 @@ from dampen.studies.table import TRAINED, Entry, LoggedComparison, ResultTable, 
 from dampen.studies.verdict import KINDS, Test, Verdict, words
 
 SHOWN = 60
-"""Rows of a table that are shown before one asks for all."""
+"""Rows of a table that are shown at first."""
 PAGED = 300
-"""With more rows than these the page shows a part at a time and makes the rest only when it is asked for."""
+"""With more rows than these the page shows a part at a time and makes the rest only on demand."""
 
 CHIPS = {
     "better": "up",
@@ -50,7 +50,7 @@ def study_view(
     dark: dict[str, str],
     lead: Figure | None = None,
 ) -> dict[str, Any]:
-    """Everything the template needs for one study; `lead` is the figure that stands before the table.
+    """Everything the template needs for one study; `lead` is the figure before the table.
 
     Args:
         table: the runs of a study, judged.

@@ -41,7 +41,7 @@ Event = dict[str, Any]
 
 
 def set_threads(execution: Execution, record: RunStore) -> None:
-    """As many threads as asked for; a trial that resumes keeps its own number, because sums depend
+    """As many threads as requested; a trial that resumes keeps its own number, because sums depend
     on it.
     """
     try:
@@ -324,7 +324,7 @@ class Bookkeeping:
     def _stop(self) -> bool:
         if (
             self.s.fabric.world_size > 1 and self.s.step % 10
-        ):  # asking all ranks costs about a millisecond
+        ):  # a collective over all ranks costs about a millisecond
             return False
         return any(all_ranks(self.s.fabric, bool(self.stop())))
 

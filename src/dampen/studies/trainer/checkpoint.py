@@ -157,7 +157,7 @@ def _step(path: Path) -> int:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Where every random generator stands, as data that a weights-only load accepts."""
+    """The state of every random generator, as data that a weights-only load accepts."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -231,7 +231,7 @@ def keeps_kernels(train: Train) -> Train:
 
 
 def kernels_before(folder: Path) -> str:
-    """The path that an unfinished trial was on; '' where it has no checkpoint to go on from, or is
+    """The path that an unfinished trial was on; '' where it has no checkpoint to resume from, or is
     too old to say.
     """
     if not saved_states(folder, "checkpoint"):

@@ -239,7 +239,7 @@ def hashes_now(trial: Run, data_dir: str | None) -> dict[str, str] | None:
 
 
 def _mark(name: str, data_dir: str | None) -> str | None:
-    """What tells that nothing was touched: sizes and times. None where nothing does, '' where there
+    """Evidence that nothing was touched: sizes and times. None where nothing does, '' where there
     is no such data.
     """
     if name == "digits":

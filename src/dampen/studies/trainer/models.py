@@ -159,7 +159,7 @@ def _kind_and_config(
     )
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # that the head is new is what was asked for
+    logging.set_verbosity_error()  # a new head is intended
     logging.disable_progress_bar()
     sizes: dict[str, Any] = {"num_labels": from_data["classes"]}
     if "channels" in from_data:

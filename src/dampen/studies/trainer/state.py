@@ -296,7 +296,7 @@ class TrialState:
         self.seconds["cpu"] += cpu
 
     def measure_conditions(self) -> None:
-        """Condition numbers by layer, where `train.condition_every` asks for them. Training does
+        """Condition numbers by layer, where `train.condition_every` is set. Training does
         not notice.
         """
         every = self.options.condition_every
@@ -309,7 +309,7 @@ class TrialState:
         self.conditions.append(ConditionProbe(every)(self.step, self.raw, batch))
 
     def measure_variance(self) -> None:
-        """The variance of the gradient, where `train.variance_every` asks for it. Training does not
+        """The variance of the gradient, where `train.variance_every` is set. Training does not
         notice.
         """
         every = self.options.variance_every
@@ -423,7 +423,7 @@ class TrialState:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on the same data; states from before 0.2 do not
+        """Resume exactly where `state` was taken, on the same data; states from before 0.2 do not
         say which it was.
         """
         if state.get("data", self.data_identity()) != self.data_identity():

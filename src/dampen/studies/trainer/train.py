@@ -41,7 +41,7 @@ def run_trial(
     """Train one trial in `folder` and return its result, the content of final.json: a pure function
     of the trial.
 
-    A finished trial is not run again; an unfinished one goes on where its last checkpoint was
+    A finished trial is not run again; an unfinished one resumes from its last checkpoint
     taken. `report` receives events while it runs; when `stop()` turns true, a checkpoint is written
     and Interrupted raised."""
     folder, execution = Path(folder), execution or Execution()

@@ -92,7 +92,7 @@ def check_signature(function: Callable[..., Any], name: str) -> None:
         raise ConfigError(
             "The training function", [f"{problem}. Write def train(trial): ..."]
         ) from None
-    except ValueError:  # a builtin without a signature: its call will tell
+    except ValueError:  # a builtin without a signature: its call will show it
         return
 
 

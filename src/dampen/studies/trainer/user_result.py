@@ -260,7 +260,7 @@ def judged_by(test: Metrics, wanted: tuple[str, str] | None) -> tuple[str, str]:
 def misfit(
     test: Metrics, valid: Metrics, wanted: tuple[str, str] | None, must_validate: bool, named: str
 ) -> str:
-    """Why no run of this function can be judged as the comparison asks, or nothing."""
+    """Why no run of this function can be judged as the comparison requires, or nothing."""
     if wanted is None:
         return ""
     kept = "What was trained is kept"
@@ -279,7 +279,7 @@ def misfit(
 
 
 def guess_direction(metric: str) -> str:
-    """'max' or 'min': which way a metric of this name improves, as far as its name tells.
+    """'max' or 'min': which way a metric of this name improves, as far as its name shows.
 
     >>> guess_direction("accuracy"), guess_direction("valid_loss"), guess_direction("rmse")
     ('max', 'min', 'min')

@@ -264,7 +264,7 @@ class Trial:
         self._report(event | {"terms": {k: v for k, v in latest.items() if math.isfinite(v)}})
 
     def _resume_step(self) -> int:
-        """The step of the newest checkpoint, which `resume` would go on from."""
+        """The step of the newest checkpoint, which `resume` would load."""
         kept = saved_states(self.folder, "checkpoint")
         return int(kept[0].name.split("-")[1]) if kept else 0
 
