@@ -235,8 +235,8 @@ def remember(
         roots: what the block was given.
         log: the calls of the forward.
         out: the block's output.
-        layout_known: whether nothing inside attention could still tell which axis is the batch.
-        may_stream: whether the stream may be trusted to tell of its additions.
+        layout_known: whether it is known which axis is the batch.
+        may_stream: whether the next forwards may leave the additions to the stream.
     """
     whole = _remember(roots, log, out)
     if whole is None:
@@ -718,13 +718,13 @@ class ResidualSocket(TorchFunctionMode):
         stateless = all(
             version_of(b) == version for b, version in self.buffers
         )  # a stream may have to run again
-        # an attention tells the layout of three axes alone, and not one that the model computes itself
-        told = (
+        # only F.scaled_dot_product_attention shows a layout, and only to a block of (B, N, D)
+        shown = (
             self.frame.layout_seen
             or self.root.ndim != 3
             or not any(map(attends, self._functions()))
         )
-        known = told and not self.frame.sequence_first
+        known = shown and not self.frame.sequence_first
         may_stream = stateless and known and not self.removed
         self.layer.residual_memory = remember(self.roots, self.log, out, known, may_stream)
         self.layer.residual_same = 0
