@@ -269,6 +269,8 @@ class ModelMask:
         self.bias = bias
         # (..., 1), rows that a number hides from everything: their query is padding, if anything
         self.blind = blind
+        # whether every key was found to be seen by some query; False: nobody has looked
+        self.shows_all = False
 
 
 def read_mask(mask: Tensor) -> ModelMask:

@@ -118,7 +118,10 @@ def read_model_mask(product: Product, layout: Layout, site: AttentionSite) -> Mo
         found = None if bool(keep.all()) else ModelMask(keep, None, None)
     if memory is not None:
         memory.keep(parts, (found,))
-        site.mask = (parts, versions_of(parts), (found,)) if _is_small(parts) else None
+        small = _is_small(parts)
+        site.mask = (parts, versions_of(parts), (found,)) if small else None
+        if small and found is not None and found.blind is None:
+            found.shows_all = bool(found.keep.flatten(1, 2).any(1).all())
     return found
 
 
