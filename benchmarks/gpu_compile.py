@@ -33,16 +33,17 @@ FORMS = {
     "hide top": {"DRAWS": 3},
     "causal, guarded": {"DRAWS": 1, "GUARD": True, "CAUSAL": True},
     "mask, bias": {"DRAWS": 1, "GUARD": True, "MASKED": 2, "BIASED": True},
+    "bits": {"MASKED": 3},
 }
 TYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
-LIGHT = ("plain", "hide keys")
+LIGHT = ("plain", "hide keys", "bits")
 WARPGROUPS = ("sm_90", "sm_100")
 WITHIN = 0.10
 
 
 def variants(full: bool) -> list[tuple[str, str, int, str]]:
     """Kernel, form, head size, type: a few, or all that matter."""
-    few = [(k, form, 64, "bf16") for k in KERNELS for form in ("plain", "hide keys")]
+    few = [(k, form, 64, "bf16") for k in KERNELS for form in ("plain", "hide keys", "bits")]
     if not full:
         return few
     sizes = ((64, "fp16"), (32, "bf16"), (128, "bf16"), (64, "fp32"))
@@ -76,7 +77,8 @@ def compile_one(target: str, kernel: str, form: str, size: int, dtype: str) -> d
     }  # fmt: skip
     function = getattr(device, kernel)
     pointers = {"LSE": "*fp32", "TOP": "*fp32", "DELTA": "*fp32", "RATE": "*fp32",
-                "SEED": "*i64", "BACK": "*i32", "MASK": "*u8"}  # fmt: skip
+                "SEED": "*i64", "BACK": "*i32",
+                "MASK": "*i32" if constants["MASKED"] == 3 else "*u8"}  # fmt: skip
     signature, divisible = {}, {}
     for i, name in enumerate(function.arg_names):
         if name in constants:

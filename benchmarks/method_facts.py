@@ -58,6 +58,13 @@ FACTS = {
         "for images and audio, where neighbouring keys carry the same thing; add Consistency for a stronger effect",
         "where a token and its neighbour mean different things (code, tables)",
     ),
+    "concrete_dropout": _facts(
+        r"J = \lambda \Big[ \tfrac{l^2}{2(1-p)} \lVert W \rVert^2 + d\,\big(\log 2 - H(p)\big) \Big]",
+        "`ConcreteDropout(0.1, weight=1e-4)`",
+        {"any model": "weight = 1 / training examples (the paper); rate 0.1 at the start"},
+        "when the rate of dropout should be learned for each layer instead of tuned",
+        "without `reg.parameters()` in the optimizer: the rates then stay where they start",
+    ),
     "confidence_penalty": _facts(
         r"J = \lambda\, \mathrm{mean}\,\big(\log C - H(\mathrm{softmax}(z))\big)",
         "`ConfidencePenalty(0.1)`",

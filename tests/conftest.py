@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from dampen.integrations import declare_torchvision_operators
+from dampen.native import library
 
 os.environ["DAMPEN_CACHE"] = tempfile.mkdtemp(
     prefix="dampen-tests-"
@@ -44,6 +45,13 @@ def _own_path(monkeypatch):
     """A file that a test loads puts its folder on `sys.path`, and with it the entry points that lie there: processes
     that later tests start would inherit them."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _native_kernels_stay_in_their_module():
+    """Kernels that one module builds would draw the random numbers of the next."""
+    yield
+    assert library.loaded is None, "this module leaves native kernels loaded: library.reset()"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,12 +1,15 @@
 """The words that users read: technical English, without the private dialect of 0.2."""
 
 import ast
+import inspect
 import io
 import re
 import tokenize
 from pathlib import Path
 
 import pytest
+
+import dampen
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "dampen"
 PLACES = sorted(
@@ -65,3 +68,28 @@ def test_the_check_finds_a_dropped_word(tmp_path):
     )
     found = [text for _, text in texts(file) if DROPPED.search(text)]
     assert found == ["was told", " rows were asked", "# cured"]
+
+
+def public():
+    """The functions of `dampen`, and the methods of its handle, its trial and its study."""
+    for name in dampen.__all__:
+        thing = getattr(dampen, name)
+        if inspect.isfunction(thing):
+            yield f"dampen.{name}", thing
+    for cls in (dampen.Handle, dampen.Trial, dampen.Study):
+        for name, thing in vars(cls).items():
+            if inspect.isfunction(thing) and not name.startswith("_"):
+                yield f"{cls.__name__}.{name}", thing
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), list(public()), ids=lambda value: getattr(value, "__name__", value)
+)
+def test_public_functions_say_what_they_take_and_return(name, function):
+    text, signature = inspect.getdoc(function), inspect.signature(function)
+    takes = set(signature.parameters) - {"self"}
+    described = set(re.findall(r"^    (\w+):", text.partition("Args:")[2], re.MULTILINE))
+    assert takes <= described, f"{name} does not describe {takes - described}"
+    returned = str(signature.return_annotation)
+    if returned not in ("None", "<class 'inspect._empty'>") and "Iterator" not in returned:
+        assert "Returns" in text, name

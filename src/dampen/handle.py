@@ -70,6 +70,13 @@ def regularize(
             as dampen's, in training with a method in it. Faster, and equal up to rounding: the
             first forward of each shape compares both. Anything else stays as it is.
 
+    Returns:
+        the handle: the loss, the penalties, the schedules, and `remove()`.
+
+    Raises:
+        ValueError: a method or a pattern that fits no layer, or unknown names in a text.
+        UnsupportedModel: a layer that a method cannot act on; the error says how to leave it out.
+
     >>> import dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
     >>> reg = regularize(model, dampen.DropKey(dampen.linear(0.3, 0.0)))
@@ -185,7 +192,14 @@ class Handle(OldNames):
         return max((r.passes for r in self.clones), default=1)
 
     def progress(self, t: float) -> None:
-        """Set the progress of training, in [0, 1], for the schedules. Call it between steps."""
+        """Set the progress of training, in [0, 1], for the schedules. Call it between steps.
+
+        Args:
+            t: the share of the training that is done.
+
+        Raises:
+            ValueError: t is not a number in [0, 1].
+        """
         self._alive()
         self._progress = check_progress(t)
         self._settle_order()
@@ -222,6 +236,9 @@ class Handle(OldNames):
             criterion: the task loss of one such output.
             logits: takes the logits out of an output that is neither a tensor nor an object with `.logits`.
             valid: bool, False on padded positions, for methods that compare the outputs of two passes.
+
+        Returns:
+            the loss to call `backward()` on, and its terms by name, `task` among them.
         """
         self._alive()
         for name, function in (("forward", forward), ("criterion", criterion)):
@@ -283,14 +300,22 @@ class Handle(OldNames):
 
     def penalty(self) -> Tensor:
         """The sum of the penalties made since they were last taken, for those who own their loop: `loss = task +
-        reg.penalty()`."""
+        reg.penalty()`.
+
+        Returns:
+            a scalar; 0 where no method has a penalty.
+        """
         taken = self.penalties()
         device = next((p.device for p in self.model.parameters()), None)
         return sum(taken.values(), start=torch.zeros((), device=device))
 
     def penalties(self) -> dict[str, Tensor]:
         """Take the penalties made since they were last taken, by method and term, summed over layers and forwards:
-        both of a siamese step count. Forwards in eval and under `no_grad` add none."""
+        both of a siamese step count. Forwards in eval and under `no_grad` add none.
+
+        Returns:
+            the terms by name, as in `explicit_dropout.value`.
+        """
         self._alive()
         comparing = next((r for r in self.clones if _needs_loss(r) and self._acts(r)), None)
         if comparing is not None:
@@ -359,12 +384,20 @@ class Handle(OldNames):
         """The learnable values of the regularizers (none unless a method learns): give them to the
         optimizer.
 
-        They are parameters of the model too, so `model.parameters()` already holds them."""
+        They are parameters of the model too, so `model.parameters()` already holds them.
+
+        Returns:
+            the learnable parameters.
+        """
         return [p for r in self.clones for p in r.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the schedules, the learned values, and the weights that Mixout started from. The model's own
-        state_dict has nothing of them. Where weights are sharded, call it in every process."""
+        state_dict has nothing of them. Where weights are sharded, call it in every process.
+
+        Returns:
+            tensors and numbers, to save beside the model's state_dict.
+        """
         learnt = {
             f"{i}.{name}": p.detach().clone()
             for i, r in enumerate(self.clones)
@@ -380,7 +413,11 @@ class Handle(OldNames):
         return state | ({} if self.passes == 1 else {"never_doubled": self.prefix.doubled.why})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave.
+
+        Args:
+            state: from `state_dict`, of a model with the same methods.
+        """
         missing = {"progress", "parameters", "methods"} - set(state)
         if missing:
             raise ValueError(
@@ -490,7 +527,16 @@ class Handle(OldNames):
         logits: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
         """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap between training
-        and test."""
+        and test.
+
+        Args:
+            forward: runs the model and returns its output.
+            samples: the number of forward passes.
+            logits: takes the logits out of an output that is neither a tensor nor an object with `.logits`.
+
+        Returns:
+            probabilities, in the shape of the logits.
+        """
         if samples < 1:
             raise ValueError(f"mc_average needs at least one sample, got {samples}.")
         with self.mc_mode():
@@ -504,6 +550,9 @@ class Handle(OldNames):
 
         Args:
             target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+
+        Returns:
+            one entry per place, with its name, kind and rate.
         """
         self._alive()
         rates = own_rates(self.model, self._model_site.own_rates)
@@ -521,6 +570,12 @@ class Handle(OldNames):
         Args:
             rate: a number (0 switches it off), a schedule or one value per layer.
             target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+
+        Returns:
+            the places that were set.
+
+        Raises:
+            ValueError: no place fits `target_modules`.
 
         >>> import dampen
         >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1)
@@ -545,7 +600,11 @@ class Handle(OldNames):
         return chosen
 
     def kernels(self) -> dict[str, str]:
-        """For each attention, the kernel that ran in its last forward, and why."""
+        """For each attention, the kernel that ran in its last forward, and why.
+
+        Returns:
+            name of the attention -> kernel and reason.
+        """
         return {
             name: kernel
             for layer in self.layers

@@ -220,23 +220,50 @@ class Regularizer(nn.Module):
     # ------------------------------------------------------------
 
     def inputs(self, x: Tensor) -> Tensor:
-        """The model's input."""
+        """The model's input.
+
+        Args:
+            x: as the model gets it.
+        """
         return x
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What the input or patch embedding gives, (B, N, D), before positions; `valid` (B, N) is False on padding."""
+        """What the input or patch embedding gives, (B, N, D), before positions; `valid` (B, N) is False on padding.
+
+        Args:
+            x: the embeddings.
+            valid: False on padding.
+        """
         return x
 
     def tokens(self, x: Tensor) -> Tensor:
-        """(B, N, D) entering the first block; may return fewer tokens."""
+        """(B, N, D) entering the first block; may return fewer tokens.
+
+        Args:
+            x: the tokens of a batch.
+        """
         return x
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:
-        """Before a linear map of a block: its input and weight (out, in)."""
+        """Before a linear map of a block: its input and weight (out, in).
+
+        Args:
+            x: the input, (..., in).
+            weight: the weight, (out, in).
+            call: which linear layer it is.
+
+        Returns:
+            the input and the weight to multiply.
+        """
         return x, weight
 
     def product(self, y: Tensor, call: LinearCall) -> Tensor:
-        """After a linear map of a block."""
+        """After a linear map of a block.
+
+        Args:
+            y: the output of the linear layer.
+            call: which linear layer it is.
+        """
         return y
 
     def multiply(self, call: LinearCall) -> Tensor | None:
@@ -245,38 +272,91 @@ class Regularizer(nn.Module):
         return None
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Before the attention scores. `call.keep` and `call.projection("q")` are known here."""
+        """Before the attention scores. `call.keep` and `call.projection("q")` are known here.
+
+        Args:
+            q: queries, (B, H, N, d).
+            k: keys, (B, Hk, M, d).
+            v: values, (B, Hk, M, dv).
+            call: what is known of this attention: padding, layer, linear layers.
+
+        Returns:
+            queries, keys and values.
+        """
         return q, k, v
 
     def mask(self, q: Tensor, k: Tensor, call: Call) -> Tensor | None:
-        """A bool tensor that broadcasts to (B, H, N, M): True hides. The fused kernel stays."""
+        """A bool tensor that broadcasts to (B, H, N, M): True hides. The fused kernel stays.
+
+        Args:
+            q: queries, (B, H, N, d).
+            k: keys, (B, Hk, M, d).
+            call: what is known of this attention: padding, layer, linear layers.
+
+        Returns:
+            the mask, or None to hide nothing.
+        """
         return None
 
     def logits(self, s: Tensor, call: Call) -> Tensor:
-        """Raw scores with the model's bias, before any masking. Needs the N x M matrix."""
+        """Raw scores with the model's bias, before any masking. Needs the N x M matrix.
+
+        Args:
+            s: scores, (B, H, N, M).
+            call: what is known of this attention: padding, layer, linear layers.
+        """
         return s
 
     def probs(self, a: Tensor, call: Call) -> Tensor:
-        """Attention weights. Needs the N x M matrix."""
+        """Attention weights. Needs the N x M matrix.
+
+        Args:
+            a: weights, (B, H, N, M).
+            call: what is known of this attention: padding, layer, linear layers.
+        """
         return a
 
     def heads(self, o: Tensor, call: Call) -> Tensor:
-        """Head output, before the output projection."""
+        """Head output, before the output projection.
+
+        Args:
+            o: head output, (B, H, N, dv).
+            call: what is known of this attention: padding, layer, linear layers.
+        """
         return o
 
     def branch(self, b: Tensor, call: BranchCall) -> Tensor:
-        """A residual branch just before it is added to `call.residual`."""
+        """A residual branch just before it is added to `call.residual`.
+
+        Args:
+            b: the branch, (B, N, D).
+            call: the stream that it is added to, and its kind.
+        """
         return b
 
     def block(self, x: Tensor, y: Tensor) -> Tensor:
-        """A block's input and output; returns the output."""
+        """A block's input and output; returns the output.
+
+        Args:
+            x: the input of the block.
+            y: its output.
+        """
         return y
 
     def outputs(self, outputs: list[Tensor], valid: Tensor | None = None) -> None:
-        """One model output (logits) per pass; `valid` is False on padded positions."""
+        """One model output (logits) per pass; `valid` is False on padded positions.
+
+        Args:
+            outputs: logits, one tensor per pass.
+            valid: False on padded positions.
+        """
 
     def task(self, loss: Tensor) -> None:
-        """The task loss of the step, the mean over its passes; what is penalized is added to it."""
+        """The task loss of the step, the mean over its passes; what is penalized is added to it.
+
+        Args:
+            loss: a scalar.
+        """
 
     def before_step(self, call: StepCall) -> Callable[[], None] | None:
         """Before a step of an optimizer that was given to `reg.attach_optimizer`, in every layer;
@@ -306,7 +386,16 @@ class Regularizer(nn.Module):
         """Make `self.<name>` a 0-d float32 tensor that follows `value` over depth and training, checked to be in [0,
         high).
 
-        Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps."""
+        Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps.
+
+        Args:
+            name: of the attribute.
+            value: a number, a schedule, or one number per layer.
+            high: the bound that values must stay below.
+
+        Raises:
+            ValueError: a value outside [0, high).
+        """
         self._schedules[name] = (
             as_schedule(value, f"{type(self).__name__}({name}=...)", high),
             high,
@@ -317,7 +406,11 @@ class Regularizer(nn.Module):
 
     def current(self, name: str) -> float | Tensor:
         """The scheduled value as a plain number, and as its tensor under `torch.compile`, where a number would
-        recompile the graph whenever it changes. A number saves several small operations per layer in eager mode."""
+        recompile the graph whenever it changes. A number saves several small operations per layer in eager mode.
+
+        Args:
+            name: as given to `scheduled`.
+        """
         return getattr(self, name) if torch.compiler.is_compiling() else self._numbers[name]
 
     def fixed(self, name: str) -> float | None:
@@ -351,6 +444,10 @@ class Regularizer(nn.Module):
 
         What is added waits until it is taken: a layer that runs several times adds each time, a checkpoint's recompute
         does not add again, and a forward in eval or under `no_grad` adds nothing.
+
+        Args:
+            value: a scalar with a gradient.
+            name: of the term; default: the method's name.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling and graph_task_id() != -1:  # inside a backward: a checkpoint's recompute

@@ -18,6 +18,9 @@ Value = float | Schedule | Sequence[float]
 class constant:
     """The same value everywhere, always.
 
+    Args:
+        value: returned everywhere.
+
     >>> constant(0.1)(0.5, 0.9)
     0.1
     """
@@ -32,6 +35,11 @@ class constant:
 class linear:
     """From `start` to `end`, over depth or over training. DropKey's decreasing schedule is
     `linear(p, 0.0)`.
+
+    Args:
+        start: the first value.
+        end: the last value.
+        along: `"depth"` of the layer, or `"progress"` of training.
 
     >>> linear(0.3, 0.0)(0.5, 0.0)
     0.15
@@ -52,6 +60,11 @@ class linear:
 @dataclass(frozen=True)
 class cosine:
     """From `start` to `end` along half a cosine, over training or over depth.
+
+    Args:
+        start: the first value.
+        end: the last value.
+        along: `"depth"` of the layer, or `"progress"` of training.
 
     >>> round(cosine(0.4, 0.0)(0.0, 0.5), 6)
     0.2
@@ -76,6 +89,10 @@ class early:
 
     With `until` near 1 it is the fine-tune phase without DropKey (arXiv 2208.02646).
 
+    Args:
+        value: a number, or another schedule.
+        until: the fraction of training in which it acts.
+
     >>> early(0.1, until=0.5)(0.0, 0.4), early(0.1, until=0.5)(0.0, 0.5)
     (0.1, 0.0)
     """
@@ -96,6 +113,10 @@ class early:
 class late:
     """Nothing until the fraction `start` of training, then `value`: late dropout (arXiv
     2303.01500).
+
+    Args:
+        value: a number, or another schedule.
+        start: the fraction of training after which it acts.
 
     >>> late(0.1, start=0.5)(0.0, 0.4), late(0.1, start=0.5)(0.0, 0.5)
     (0.0, 0.1)
@@ -118,6 +139,10 @@ class curriculum:
     """Rises from 0 towards `value` as 1 - exp(-gamma t): curriculum dropout (arXiv 1703.06229),
     with t = progress.
 
+    Args:
+        value: what it approaches: a number, or another schedule.
+        gamma: how fast.
+
     >>> curriculum(0.5, gamma=10.0)(0.0, 0.0)
     0.0
     """
@@ -136,6 +161,10 @@ class curriculum:
 @dataclass(frozen=True)
 class warmup:
     """Rises linearly from 0 to `value` over the first fraction `until` of training, then stays.
+
+    Args:
+        value: a number, or another schedule.
+        until: the fraction of training in which it rises.
 
     >>> warmup(0.2, until=0.5)(0.0, 0.25)
     0.1
@@ -157,6 +186,11 @@ class warmup:
 class vshape:
     """Falls linearly from `start` to 0 at the fraction `bottom` of training, then rises to `end`:
     scheduled DropHead (arXiv 2004.13342).
+
+    Args:
+        start: the value at first.
+        end: the value at the end.
+        bottom: the fraction of training at which it is 0.
 
     >>> vshape(0.2, 0.2)(0.0, 0.5)
     0.0
@@ -182,6 +216,10 @@ class last:
 
     The only layer of a model is its last. For any other pattern give a list with one value per
     layer.
+
+    Args:
+        value: of the last layer: a number, or another schedule.
+        rest: of all other layers: a number, or another schedule.
 
     >>> last(0.3, rest=0.1)(1.0, 0.0), last(0.3, rest=0.1)(0.5, 0.0)
     (0.3, 0.1)

@@ -87,7 +87,7 @@ def acting(model, plain, reg, given):
 
 REFUSED = {
     (name, kind)
-    for name in ("mixout", "explicit_mixout", "l2_sp")
+    for name in ("mixout", "explicit_mixout", "l2_sp", "concrete_dropout")
     for kind in ("parameter experts", "all at once")
 }
 

@@ -142,6 +142,47 @@ def test_answers_wrap_at_words(capsys, tmp_path, monkeypatch, width):
         assert set(part.headline.split()[:-1]) <= words
 
 
+LONG = {
+    "plain": ([], 0.0, 1.0, None),
+    "explicit_dropout(value=0.05, ffn=0.05)": (
+        [{"name": "explicit_dropout", "value": 0.05}],
+        0.02,
+        1,
+        None,
+    ),
+    "drop_path + drop_head": ([{"name": "drop_path"}, {"name": "drop_head"}], 0.018, 1.01, None),
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_the_table_fits_and_cuts_no_number(tmp_path, width):
+    """No number ends in an ellipsis; where there is room, names break at words and settings name their method."""
+    import io
+
+    from rich.console import Console
+
+    from dampen.studies.report.terminal import results_table
+
+    write_study(tmp_path, LONG, seeds=8)
+    table = make_report([tmp_path]).tables[0]
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(results_table(table, width=width))
+    rows = screen.getvalue().splitlines()
+    assert max(map(len, rows)) == width
+    cells = [[c.strip() for c in row.strip("│").split("│")] for row in rows if row[0] == "│"]
+    assert not any("…" in cell for row in cells for cell in row[:-1])
+    for entry in table.compared():
+        c = entry.comparison
+        whole = ["".join(column) for column in zip(*cells, strict=True)]
+        bounds = f"{c.difference:+.2f} ({c.low:+.1f} to {c.high:+.1f})"
+        assert any(bounds.replace(" ", "") in text.replace(" ", "") for text in whole)
+    if width == 110:
+        assert "explicit_dropout(value=0.05," in [row[0] for row in cells]
+        text = settings_text(table.entry("drop_path + drop_head"))
+        assert text.startswith("drop_path: rate=")
+        assert text.endswith("; drop_head: rate=0.1")
+
+
 def test_settings_the_line_to_copy_and_the_command_for_more_seeds(tmp_path):
     import dampen
 

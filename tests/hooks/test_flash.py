@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import dampen
 from dampen import BlurredAttention, DropAttention, DropHead, DropKey
+from dampen.hooks import library_backends
 from dampen.hooks.library_backends import widest
 
 CALLS = []
@@ -177,6 +178,41 @@ def test_what_needs_the_matrix_switches(how, method):
     net(x).sum().backward()
     assert CALLS == []
     assert "instead of" in str(reg)
+
+
+STAYS = "flash_attn_func of the model (no method needs a mask by query or the matrix"
+
+
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        (DropHead(0.1), f"[attn: {STAYS})]"),
+        (DropKey(0.1, unit="column"), f"[attn: {STAYS}, whole keys hidden by more channels)]"),
+        (DropKey(0.1), "; instead of flash_attn_func]"),
+    ],
+    ids=repr,
+)
+def test_print_says_what_ran(method, line):
+    net, x = model("flash_attn_func")
+    reg = dampen.regularize(net, method)
+    net(x)
+    assert str(reg).splitlines()[1].endswith(line)
+
+
+def test_a_causal_function_needs_no_mask_of_ours(monkeypatch):
+    """Where there are as many keys as queries torch's flag says the same."""
+    found = []
+    plain = library_backends.attend
+
+    def attend(q, k, v, mask, rate, causal, *rest):
+        found.append((mask, causal))
+        return plain(q, k, v, mask, rate, causal, *rest)
+
+    monkeypatch.setattr(library_backends, "attend", attend)
+    net, x = model("flash_attn_func")
+    dampen.regularize(net, DropKey(0.3))
+    net(x)
+    assert found == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("how", HOW)

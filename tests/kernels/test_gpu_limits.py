@@ -1,72 +1,77 @@
 """What runs on a GPU, as the code decides it: on meta tensors that are taken for a card."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dampen
+from benchmarks.gpu_page import RECORD, before, card, layer, main, time_table
 from dampen import DropAttention, DropHead, DropKey, FeedForwardDropout, HardMasking, linear
 from dampen._torch import on_gpu
-from dampen.kernels import kernel, long_sequences
+from dampen.kernels import kernel
 from dampen.kernels.attend import Needs, attend
 from dampen.kernels.columns import shifted_attention
-from dampen.kernels.triton import trial
 from dampen.masks import keep_keys, rows_that_may_empty
 from dampen.regularizer import Call
 
-B, H, D = 8, 32, 64
+LINES = 8 * 32  # samples and heads
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """60 GB free, and Triton either way."""
-    monkeypatch.setattr(kernel, "on_gpu", lambda t: True)
-    monkeypatch.setitem(long_sequences._free, 0, 60 * 2**30)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # knows no meta
-
-    def triton(why):
-        monkeypatch.setattr(trial, "refused", lambda *a: why)
-
-    return triton
-
-
-def chosen(method, tokens, causal=False):
-    q = torch.empty(B, H, tokens, D, device="meta", dtype=torch.bfloat16)
-    call = Call(shape=(B, H, tokens, tokens), scale=D**-0.5, kv_heads=H, is_causal=causal)
-    found = kernel.choose_kernel(q, q, [method], native=True, v=q, call=call)
-    rows = kernel._chunk_rows(q, call, found.name == "plain") if found.chunked else tokens
-    return found, -(-tokens // rows)
-
-
-def bytes_kept(name, way, chunked, tokens):
-    """Beside q, k, v and the output: the 16-bit mask, or the guard's key of each query."""
-    if name == "triton":
-        return 4 * B * H * tokens
-    return 0 if way or chunked else 2 * B * H * tokens**2
-
-
-@pytest.mark.parametrize(("tokens", "before", "chunks"), [(2048, 512, 1), (8192, 8192, 7)])
+@pytest.mark.parametrize(("tokens", "chunks_before", "chunks"), [(2048, 512, 1), (8192, 8192, 7)])
 @pytest.mark.parametrize("method", [DropKey(0.1), HardMasking(0.1)], ids=repr)
-def test_chunks(card, method, tokens, before, chunks):
+def test_chunks(method, tokens, chunks_before, chunks):
     """Of one layer: what the CPU's limits made of it, and what there is now."""
-    assert tokens // (kernel.CHUNK // (B * H * tokens)) == before
-    card("Triton is not installed")
-    found, count = chosen(method, tokens)
-    assert (found.name, found.chunked, count) == ("fused", True, chunks)
-    assert "not Triton: Triton is not installed" not in str(found) or count == chunks
-    card("")
-    found, count = chosen(method, tokens)
-    assert (found.name, found.chunked) == ("triton", False)
-    assert bytes_kept(found.name, found.way, found.chunked, tokens) == 4 * B * H * tokens
+    assert before(method, tokens) == chunks_before
+    with card("Triton is not installed"):
+        found, count, kept = layer(method, tokens)
+    assert (found.name, found.chunked, count, kept) == ("fused", True, chunks, 0)
+    assert "not Triton: Triton is not installed" in str(found)
+    with card(""):
+        found, count, kept = layer(method, tokens)
+    assert (found.name, found.chunked, count) == ("triton", False, 1)
+    assert kept == LINES * tokens * (8 if method.name == "hard_masking" else 4)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_a_mask_is_kept_as_bits(tokens):
+    """Sixteen times less than the mask of SDPA."""
+    with card(""):
+        found, count, kept = layer(DropKey(0.1, unit="cross"), tokens)
+    assert (found.name, found.way, count) == ("triton", "bits", 1)
+    assert kept == 2 * LINES * tokens**2 / 16
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_kernel_needed(card, causal):
-    card("Triton is not installed")
-    assert chosen(DropKey(0.1, unit="column"), 8192, causal)[0].way == "columns"
-    assert chosen(DropAttention(0.1, normalized=False), 8192, causal)[0].way == "dropout"
-    assert chosen(DropHead(0.1), 8192, causal)[0][:2] == ("fused", False)
+def test_no_kernel_needed(causal):
+    columns, dropping = DropKey(0.1, unit="column"), DropAttention(0.1, normalized=False)
+    with card("Triton is not installed"):
+        assert layer(columns, 8192, causal).kernel.way == "columns"
+        assert layer(dropping, 8192, causal).kernel.way == "dropout"
+        assert layer(DropHead(0.1), 8192, causal).kernel[:2] == ("fused", False)
+    assert (before(columns, 8192), before(dropping, 8192)) == (1, 8192)
+
+
+def test_the_page_is_current():
+    assert main(["--check"]) == 0, "run python -m benchmarks.gpu_page"
+
+
+def test_estimate_of_time():
+    """By hand, of the H100: 2 x 7 products of 64 channels, 2,048^2 scores of 256 heads."""
+    kernels = json.loads(RECORD.read_text())["kernels"]
+    cells = next(line for line in time_table(kernels) if "H100" in line).strip("| ").split(" | ")
+    clocks = 132 * 1.755e9
+    scores = 256 * 2048**2
+    assert cells[-3] == f"{1e3 * scores * 14 * 64 / 4096 / clocks:.1f}"
+    assert cells[-2] == f"{1e3 * scores * 15.2 / 128 / clocks:.1f}"
+    assert cells[-1] == f"{1e3 * scores * 14 / 3.35e12:.1f}"
+    used = [kernels[f"sm_90 {name} plain D64 bf16"] for name in ("attend", "to_queries", "to_keys")]
+    threads = [
+        made["instructions"] * made["tile"][2] * 32 / (made["tile"][0] * made["tile"][1])
+        for made in used
+    ]
+    assert cells[1] == f"{1e3 * scores * sum(threads) / 128 / clocks:.1f}"
 
 
 def test_a_scheduled_dropout_is_no_number_in_a_graph(monkeypatch):

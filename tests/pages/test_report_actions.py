@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dampen.studies.report import make_report, write_report
-from dampen.studies.report.charts import VERDICTS, _front, forest
+from dampen.studies.report.charts import VERDICTS, _front, _labels, forest
 from dampen.studies.report.figures import Palette
 from dampen.studies.report.page import card_svg, card_text, matrix_view
 from dampen.studies.report.summary import advise
@@ -63,6 +63,19 @@ def test_the_frontier_joins_only_costs_that_differ(table):
     costs = [table.entry(n).cost for n in names]
     for one, two in pairwise(costs):
         assert two.interval[0] > one.interval[1]
+
+
+def test_names_beside_points_do_not_overlap(table):
+    """Each has a height of its own, also where intervals are much longer than the means differ."""
+    shown = [
+        {"row": e.name, "ratio": e.cost.ratio, "mean": e.summary.mean, "low": 0.0, "high": 100.0}
+        for e in table.ranked()
+    ]
+    heights = sorted(r["at"] for _, _, side in _labels(shown) for r in side)
+    assert len(heights) == len(shown)
+    assert (
+        min(b - a for a, b in pairwise(heights)) > 4.9
+    )  # of 100: a line of text in a chart of 420 pixels
 
 
 def test_all_pairs_agree_with_themselves(table):
@@ -213,4 +226,9 @@ def test_names_stand_beside_the_plot_on_a_phone(page):
     })"""
     assert page.run(over) == []
     assert page.run("document.documentElement.scrollWidth") <= 500
+    beyond = """[...document.querySelectorAll('[data-table] button.open')].filter(b =>
+      b.getBoundingClientRect().right > b.closest('th').getBoundingClientRect().right).map(b => b.textContent)"""
+    assert page.run(beyond) == []  # nor into the next column of the table
+    rules = "document.querySelectorAll('[data-figure=t1-cost] svg .mark-rule line').length"
+    assert page.run(rules) >= len(ROWS)  # intervals stay where names have no room
     page.resize(1280, 900)

@@ -1,5 +1,6 @@
 """The recipes of the papers: their figures are the published ones, their trials can be built."""
 
+import math
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dampen.studies.tuning import as_large, count_runs, tuning_plan
 from reproductions.campaign import EXPERIMENTS
 from reproductions.pages import claims
 from reproductions.pages.claimed import CLAIMS
+from reproductions.pages.planned_statistics import over
 
 PAPERS = Path(claims.__file__).parent / "published"
 NAMES = [name for name in list_recipes() if name not in EXPERIMENTS]
@@ -178,7 +180,11 @@ def test_every_claim_names_rows_of_its_recipe():
         name, is_study, _ = record.replace("/results/", "/").partition("-study.json.xz")
         if is_study:
             rows = {row.name for row in make_comparison(load_recipe(name), "study").configs}
-            asked = {r for c in CLAIMS if c.record == record for r in (c.row, c.reference)}
+            claims = [c for c in CLAIMS if c.record == record]
+            slopes = {c.row for c in claims if not math.isnan(c.start)}
+            for method in slopes:  # decided over the values of a method: "blur, w 9", "blur, w 11"
+                assert len(over({name: {} for name in rows}, method)) > 1, (record, method)
+            asked = {r for c in claims for r in (c.row, c.reference)} - slopes
             assert asked <= rows, (record, asked - rows)
             checked += len(asked)
     assert checked > 50

@@ -25,7 +25,7 @@ def test_report_is_written(tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(trial, "card", lambda device: "Mock sm_90")
-    monkeypatch.setattr(trial, "verdict", lambda device, dtype, size, draws: wrong)
+    monkeypatch.setattr(trial, "verdict", lambda device, form: wrong)
     path = tmp_path / "gpu.json"
     with warnings.catch_warnings():
         # a module of numpy 1 inside Triton's runtime
@@ -34,5 +34,7 @@ def test_report_is_written(tmp_path, monkeypatch, wrong):
     assert found.ok == (not wrong)
     report = json.loads(path.read_text())
     assert report["card"] == "Mock sm_90"
-    assert len(report["forms"]) == 36
+    # three dtypes by three head sizes by four kinds of draws, and eleven more
+    assert len(report["forms"]) == 3 * 3 * 4 + 11
+    assert {"bfloat16 D64 hide top causal", "float16 D64 plain bits"} <= set(report["forms"])
     assert set(report["forms"].values()) == {wrong or "ok"}

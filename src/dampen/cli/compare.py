@@ -294,7 +294,8 @@ def _over_data_sets(names: list[str], given: dict[str, Any]) -> None:
         print_json(found.to_dict())
         return
     print(f"\n{found}")
-    print(f"\nAll on one page: dampen report {' '.join(map(str, folders))} -o report.html")
+    if not given["no_report"]:
+        print(f"\nReport: {found.report(given['out'] / 'combined.html')}")
 
 
 def check_budget(budget: str | None) -> None:

@@ -102,7 +102,7 @@ def conclude(
     steps = [*([advice.seeds] if advice.seeds else []), *next_steps]
     if run.exit_code == 130:
         console.print(f"Interrupted. To resume: {resume_command()}", soft_wrap=True, markup=False)
-    elif run.exit_code == 0 and steps:
+    elif run.exit_code in (0, 1) and steps:
         console.print("Next:", *(f"  {step}" for step in steps), sep="\n", **AS_TYPED)
     if page is not None:
         console.print(f"Report: {page}", **AS_TYPED)
@@ -117,13 +117,14 @@ def _print_answers(console: Console, run: ComparisonResult, advice: Advice, said
     from rich.padding import Padding
     from rich.text import Text
 
+    from dampen.studies.ensembles import ensembles_in_words
     from dampen.studies.report.settings import shorten
     from dampen.studies.report.summary import answered
     from dampen.studies.report.terminal import results_table
 
     table, shared = shorten(run.table)
-    console.print(results_table(table))
-    for line in filter(None, (shared, said)):
+    console.print(results_table(table, width=console.width))
+    for line in filter(None, (shared, ensembles_in_words(table), said)):
         console.print(printable(line), markup=False)
     for question, answer in answered(advice):
         console.print(Text(question, style="bold"))

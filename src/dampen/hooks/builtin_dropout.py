@@ -280,6 +280,12 @@ def deterministic(model: nn.Module) -> Iterator[None]:
     With activation checkpointing the backward belongs inside, because it runs the forward again. What draws random
     numbers in another way (a random mask of the input) stays on, and a warning names it.
 
+    Args:
+        model: any model, regularized or not.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+
     >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5)
     >>> x = torch.randn(3, 2, 8)
     >>> with deterministic(model):
@@ -378,6 +384,14 @@ def silence(model: nn.Module) -> Silence:
 
     Args:
         model: any model, regularized or not.
+
+    Returns:
+        the switch, off until it is entered or `on()` is called.
+
+    >>> model = nn.Dropout(0.5)
+    >>> with silence(model):
+    ...     model(torch.ones(3))
+    tensor([1., 1., 1.])
     """
     return Silence(model)
 

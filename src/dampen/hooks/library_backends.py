@@ -235,9 +235,11 @@ def run_flash(
     kept = kept and (not columns or fits)
     if not kept:
         _check_known(function, given, window, where)
-        mask = _mask(q, k, keep, causal)
+        # torch's flag means the same where there are as many keys as queries: then no mask is built
+        flag = causal and keep is None and q.shape[2] == k.shape[2]
+        mask = None if flag else _mask(q, k, keep, causal)
         grouped = k.shape[1] != q.shape[1]
-        o, _, kernel = attend(q, k, v, mask, rate, False, scale, grouped, needs, call)
+        o, _, kernel = attend(q, k, v, mask, rate, flag, scale, grouped, needs, call)
         out = o.transpose(1, 2) if packs[0] is None else packs[0].pack(o)
         return _as_returned(function, given, out), f"{kernel}; instead of {function.__name__}"
     for r in (*needs.read_operands, *needs.change_operands):

@@ -687,6 +687,13 @@ def remove(model: nn.Module) -> None:
     """Take every regularizer off `model`, which is then exactly what it was: for a deepcopy or a loaded file, whose
     handle is gone. Where the handle is at hand, `reg.remove()` does the same.
 
+    Args:
+        model: a regularized model.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        ValueError: it carries no regularizers.
+
     >>> import copy, dampen
     >>> model = dampen.models.ViT(image_size=8, patch_size=4, width=16, depth=2, heads=2, mlp=16)
     >>> reg = dampen.regularize(model, dampen.DropKey(0.1))

@@ -339,6 +339,8 @@ _LOOKS = {
     "numel",
     "is_contiguous",
     "is_floating_point",
+    "is_neg",
+    "data_ptr",
     "get_device",
     "__len__",
 }

@@ -49,6 +49,9 @@ def attention(
         regularizers: methods to apply.
         call: what is known of this attention; None: made here.
 
+    Returns:
+        the attention output, (B, H, N, dv).
+
     >>> import torch, dampen
     >>> q = k = v = torch.randn(2, 4, 5, 8)
     >>> dampen.attention(q, k, v, regularizers=[dampen.DropKey(0.2)]).shape

@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
     """Which kernel runs, whether in chunks over the queries, and why.
 
     `way` is a way to do without a mask or matrix: "columns" hides keys by more channels, "dropout"
-    is the fused kernel's own."""
+    is the fused kernel's own, "bits" hands a mask to Triton in an eighth of a byte a score."""
 
     name: str
     chunked: bool
@@ -160,6 +160,8 @@ def _on_gpu(
         why = f"{matrix[0].name} is the kernel's own dropout"
         return Kernel("fused", False, why, "dropout"), None
     unfit = fit.unfit(q, k, v, regularizers, call)
+    if unfit == "" and fit.hides_by_bits(regularizers, k.shape[2]):
+        return Kernel("triton", False, "the mask is kept as one bit a score", "bits"), None
     if unfit == "":
         why = "keys or weights are dropped inside the kernel, and nothing of N x M is kept"
         return Kernel("triton", False, why), None
@@ -204,6 +206,10 @@ def run_kernel(
     """
     if kernel.name == "flex":
         return attend_flex(q, k, v, regularizers, call)
+    if kernel.way == "bits":
+        return fit.attend_bits(
+            q, k, v, call, lambda part, rows: _merge(part, k, regularizers, call.part(rows))
+        )
     if kernel.name == "triton":
         return fit.attend(q, k, v, regularizers, call)
     if kernel.way == "columns":

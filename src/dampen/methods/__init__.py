@@ -5,6 +5,7 @@ from dampen.methods.anchor_kl import AnchorKL
 from dampen.methods.arora_dropout import AroraDropout
 from dampen.methods.attention_entropy import AttentionEntropy
 from dampen.methods.blurred_attention import BlurredAttention
+from dampen.methods.concrete_dropout import ConcreteDropout
 from dampen.methods.consistency import Consistency
 from dampen.methods.drop_attention import DropAttention
 from dampen.methods.drop_connect import DropConnect
@@ -41,6 +42,7 @@ __all__ = [
     "AroraDropout",
     "AttentionEntropy",
     "BlurredAttention",
+    "ConcreteDropout",
     "ConfidencePenalty",
     "Consistency",
     "DropAttention",

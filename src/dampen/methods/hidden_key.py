@@ -23,6 +23,9 @@ def hidden_key(key: Value = 0.1, hidden: Value = 0.1, weight: Value = 1.0) -> li
         hidden: rate of the features dropped in each residual branch.
         weight: of the KL between the two passes.
 
+    Returns:
+        the methods, to be given to `dampen.regularize`.
+
     >>> import dampen
     >>> dampen.hidden_key(weight=0)
     [DropKey(rate=0.1, unit=column), HiddenDropout(rate=0.1)]

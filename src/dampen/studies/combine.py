@@ -18,6 +18,8 @@ from typing import Any
 from dampen.studies.errors import ConfigError
 from dampen.studies.metric import Metric, describe
 from dampen.studies.report import write_report
+from dampen.studies.report.charts import VERDICTS
+from dampen.studies.report.figures import ROW, Column, Figure, Panel, finish, known, tip
 from dampen.studies.stats import (
     FEWEST,
     LEVEL,
@@ -98,13 +100,72 @@ class Combined:
         return "\n".join(lines)
 
     def report(self, path: Path | str = "report.html") -> Path:
-        """Write all studies to one page.
+        """Write all studies to one page, in HTML with the answer over all of them.
 
         Args:
             path: its ending says the format: html, md, csv, json or tex.
         """
-        write_report([study.folder for study in self.studies], path)
+        title = f"{self.metric.label.capitalize()} over {len(self.studies)} data sets"
+        folders = [study.folder for study in self.studies]
+        write_report(folders, path, title=title, across=self.figure())
         return Path(path)
+
+    def figure(self) -> Figure:
+        """Each method's difference over all data sets with its interval, and its difference on each of them."""
+        import altair as alt
+
+        names, digits = [c.name for c in self.configs], self.metric.digits
+        records = [
+            {k: known(v) if isinstance(v, float) else v for k, v in asdict(c).items()}
+            | {"row": c.name, "improvement": 100 * c.improvement}
+            for c in self.configs
+        ]
+        single = [
+            {"row": c.name, "data": data, "difference": difference}
+            for c in self.configs
+            for data, difference in c.differences.items()
+        ]
+        title = f"difference from the baseline in {self.metric.title}"
+        y = alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=360, domain=False))
+        x = alt.X("difference:Q", title=title, scale=alt.Scale(zero=True, padding=12))
+        kinds = list(dict.fromkeys(c.verdict for c in self.configs))
+        looks = [VERDICTS[kind] for kind in kinds]
+        legend = alt.Legend(title=None, orient="bottom", symbolSize=110)
+        color = alt.Color(
+            "verdict:N",
+            scale=alt.Scale(domain=kinds, range=[look[0] for look in looks]),
+            legend=legend,
+        )
+        shape = alt.Shape(
+            "verdict:N",
+            scale=alt.Scale(domain=kinds, range=[look[1] for look in looks]),
+            legend=legend,
+        )
+        base = alt.Chart(alt.Data(values=records)).encode(y=y, color=color)
+        ticks = alt.Chart(alt.Data(values=single)).mark_tick(thickness=1.5, height=12, opacity=0.6)
+        zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeWidth=1.2)
+        layers = [
+            zero.encode(x=alt.X("zero:Q", title=title)),
+            ticks.encode(x=x, y=y, tooltip=[tip("data:N", "data set"), tip("difference:Q", "d")]),
+            base.mark_rule(strokeWidth=2.5).encode(x=alt.X("low:Q", title=title), x2="high:Q"),
+            base.mark_point(filled=True, size=95, opacity=1).encode(x=x, shape=shape),
+        ]
+        columns = [ROW, Column("difference", "Difference", digits), Column("low", "From", digits)]
+        columns += [
+            Column("high", "To", digits),
+            Column("new_low", "Further data sets, from", digits),
+        ]
+        columns += [Column("new_high", "Further data sets, to", digits)]
+        columns += [Column("improvement", "Better than a run of the baseline, %", 0)]
+        columns += [Column("verdict", "Verdict")]
+        caption = (
+            f"Point: mean difference over {len(self.studies)} data sets of equal weight, Holm-corrected over the "
+            "methods. Line: its interval for these data sets. Ticks: each data set."
+        )
+        panels = [Panel("", finish(alt.layer(*layers), max(120, 34 * len(names))))]
+        return Figure(
+            "across", "Over all data sets", caption, panels, columns, records, wide=True, fixed=True
+        )
 
     def __str__(self) -> str:
         left = (

@@ -91,6 +91,13 @@ def compare(
         progress: show it.
         same_code: count records of an older version of the code.
         loggers: "tensorboard", "wandb", or what other packages bring, written beside the record.
+
+    Returns:
+        the finished study.
+
+    Raises:
+        ConfigError: a request that cannot run; every problem is named at once.
+        LabError: no run came to an end.
     """
     if being_read() is not None:
         raise LabError(

@@ -8,7 +8,7 @@ members, without a test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dampen.studies.comparison import Comparison
+    from dampen.studies.table import ResultTable
 
 FILE = "predictions.npz"
 RETURNED = ("predictions", "targets")
@@ -86,20 +87,42 @@ def ensembles(plan: Comparison, folder: Path) -> list[Ensemble]:
         plan: the comparison.
         folder: of its runs.
     """
+    return [
+        found
+        for config in plan.configs
+        for setting in config.settings
+        for found in _ensemble(config.name, [folder / id for id in setting.ids.values()])
+    ]
+
+
+def ensembles_in_words(table: ResultTable) -> str:
+    """The ensemble of each method in the metric that judges, best first; empty where no predictions were kept.
+
+    Args:
+        table: the runs of a study, judged.
+    """
+    told = []
+    for entry in (e for e in table.ranked() if not e.same_as):
+        found = _ensemble(entry.name, [run.folder for run in entry.setting.finished().values()])
+        judging = [one for one in found if one.metric == table.study.metric] or found[:1]
+        told += [one.in_words() for one in judging]
+    if not told:
+        return ""
+    return f"Ensembles of the seeds cost no further training, and have no test: {'; '.join(told)}."
+
+
+def _ensemble(name: str, folders: Iterable[Path]) -> list[Ensemble]:
+    """The ensemble of these runs in each metric; none where they share no targets."""
     import numpy as np
 
-    found = []
-    for config in plan.configs:
-        for setting in config.settings:
-            paths = [folder / id / FILE for id in setting.ids.values()]
-            kept = []
-            for path in (p for p in paths if p.exists()):
-                with np.load(path, allow_pickle=False) as file:
-                    kept.append((file["predictions"], file["targets"]))
-            # Seeds that draw a test set of their own have no example in common by its place.
-            if len(kept) > 1 and all(np.array_equal(kept[0][1], y) for _, y in kept[1:]):
-                found += _judged(config.name, [p for p, _ in kept], kept[0][1])
-    return found
+    kept = []
+    for path in (p for folder in folders if (p := folder / FILE).exists()):
+        with np.load(path, allow_pickle=False) as file:
+            kept.append((file["predictions"], file["targets"]))
+    # Seeds that draw a test set of their own have no example in common by its place.
+    if len(kept) < 2 or not all(np.array_equal(kept[0][1], y) for _, y in kept[1:]):
+        return []
+    return _judged(name, [p for p, _ in kept], kept[0][1])
 
 
 def _judged(name: str, predictions: list[np.ndarray], targets: np.ndarray) -> list[Ensemble]:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from dampen import texts
+import dampen.texts as texts  # not `from dampen`: that looks the name up among the classes, with torch
 from dampen.extensions import is_in_file
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError

@@ -94,11 +94,19 @@ class Study:
         }
 
     def ensembles(self) -> list[Ensemble]:
-        """The seeds of each configuration as one model, where the training function returns its predictions."""
+        """The seeds of each configuration as one model, where the training function returns its predictions.
+
+        Returns:
+            one ensemble per configuration; none without predictions.
+        """
         return ensembles(self.plan, self.folder)
 
     def table(self) -> str:
-        """The table as text."""
+        """The table as text.
+
+        Returns:
+            what the terminal shows.
+        """
         from rich.console import Console
 
         from dampen.studies.report.terminal import results_table
@@ -109,7 +117,11 @@ class Study:
         return text.getvalue().rstrip()
 
     def to_pandas(self) -> Any:
-        """A data frame with one line per finished trial: row, seed, status, every metric, and what a step took."""
+        """A data frame with one line per finished trial: row, seed, status, every metric, and what a step took.
+
+        Returns:
+            a `pandas.DataFrame`.
+        """
         import pandas as pd
 
         results, lines = read_results(self.plan, self.folder), []
@@ -125,6 +137,9 @@ class Study:
 
         Args:
             path: its ending says the format: html, md, csv, json or tex.
+
+        Returns:
+            the path that was written.
         """
         from dampen.studies.report import write_report
 
@@ -195,6 +210,9 @@ def load(folder: Path | str, trust: bool = False) -> Study:
     Args:
         folder: that `dampen.compare` or the command wrote.
         trust: approve that code as it is now, for this user and machine.
+
+    Returns:
+        the study: its table, its runs, and `add` for more of them.
     """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():

@@ -16,17 +16,25 @@ from dampen.native import library
 TERMS = {"value": 0.3, "ffn1": 0.2, "ffn2": 0.5}
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("native")
+
+
 @pytest.fixture(params=["torch", "native"])
-def path(request):
+def path(request, cache):
     if request.param == "torch":
         with library.torch_only("a test"):
             yield request.param
         return
-    try:
-        library.build()
-    except library.BuildError as error:
-        pytest.skip(f"no native kernels here: {error}")
-    yield request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DAMPEN_CACHE", str(cache))
+        try:
+            library.build()
+        except library.BuildError as error:
+            pytest.skip(f"no native kernels here: {error}")
+        yield request.param
+    library.reset()
 
 
 def vit(**options):

@@ -1,11 +1,13 @@
 """One worker per GPU, each with its own; on a machine without one the count is mocked."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dampen.studies.engines import local
+from dampen.studies.engines import local, ray
 from dampen.studies.trainer.state import Execution
 
 
@@ -77,3 +79,43 @@ def test_a_worker_sees_its_card(monkeypatch, tmp_path):
     job.folder = tmp_path
     local._work(pipe, job, Execution(), "3")
     assert seen == ["3"]
+
+
+SERVER = """
+import torch
+torch.version.cuda = "13.0"  # as if this torch were built for CUDA
+asked = []
+for name in ("is_available", "device_count", "current_device", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *a, name=name: asked.append(name) or 0)
+import dampen.studies.preload
+assert asked == [], asked
+"""
+
+
+def test_the_server_of_the_workers_does_not_touch_cuda():
+    """A process that was forked after CUDA began cannot use it."""
+    ran = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "cluster", "expected"),
+    [
+        ("auto", {"GPU": 2.0}, {"num_cpus": 3, "num_gpus": 2}),
+        ("cuda", {"GPU": 2.0}, {"num_cpus": 3, "num_gpus": 2}),
+        ("auto", {"CPU": 8.0}, {"num_cpus": 3}),
+        ("cpu", {"GPU": 2.0}, {"num_cpus": 3}),
+        ("mps", {"GPU": 2.0}, {"num_cpus": 3}),
+    ],
+)
+def test_ray_asks_for_gpus_where_there_are_any(accelerator, cluster, expected):
+    asked = []
+    run = ray._Run.__new__(ray._Run)  # without a cluster
+    run.ray = SimpleNamespace(cluster_resources=lambda: cluster)
+    execution = Execution(threads=3, accelerator=accelerator)
+    run.execution, run.mailbox, run.running = execution, None, {}
+    submitted = SimpleNamespace(remote=lambda *given: "reference")
+    run.task = SimpleNamespace(options=lambda **options: asked.append(options) or submitted)
+    (job,) = jobs(1, devices=2)
+    run._submit(SimpleNamespace(job=job, tries=0))
+    assert asked == [expected]

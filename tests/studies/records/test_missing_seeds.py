@@ -7,7 +7,7 @@ from scipy.stats import fisher_exact
 
 from dampen.studies.comparison import Comparison
 from dampen.studies.report import FORMATS, make_report
-from dampen.studies.report.summary import advise
+from dampen.studies.report.summary import QUESTIONS, advise, answered
 from dampen.studies.store import RunStore
 from dampen.studies.table import TRAINED, comparison_table, read_runs
 from tests.studies.synthetic_runs import write_study
@@ -99,6 +99,23 @@ def test_contenders_stand_beside_the_best(study):
     assert names[0] == table.ranked()[0].name
     assert "Blur" not in names
     assert "plain" not in names
+    advice = advise(table)
+    told = dict(answered(advice))[QUESTIONS[0]]
+    rivals = [name for name in names if name != advice.pick]
+    assert rivals
+    sentence = told.partition("Not significantly different from it: ")[2].partition(".")[0]
+    assert {*sentence.replace(" and ", ", ").split(", ")} == {*rivals}
+
+
+def test_the_recommended_difference_is_said_to_be_optimistic(study):
+    """Winner's curse: beside the mean stands the estimate that selection has not inflated."""
+    table = table_of(study[0])
+    pick = advise(table).pick
+    c = table.entry(pick).comparison
+    assert 0 < c.shrunk < c.difference
+    assert f"is optimistic: {c.shrunk:+.2f} points is its median-unbiased estimate" in " ".join(
+        advise(table).which.details
+    )
 
 
 def test_methods_on_different_kernels_are_said(study):
@@ -114,3 +131,25 @@ def test_methods_on_different_kernels_are_said(study):
     told = " ".join(advise(table).trust.details)
     assert "On native kernels: DropKey." in told
     assert "On torch kernels: R-Drop." in told
+    # a terminal and the page before a click leave nothing of it out
+    assert "On torch kernels: R-Drop." in dict(answered(advise(table)))[QUESTIONS[2]]
+    assert any("On torch kernels" in line for line in advise(table).trust.first)
+
+
+def test_a_recommended_method_with_skewed_differences_comes_with_its_caution(study):
+    """The expected rate of false claims stands in the answer, not only in the table."""
+    folder, plan = study
+    (config,) = (c for c in plan.configs if c.name == "DropPath")
+    for place, id in enumerate(config.settings[0].ids.values()):
+        store = RunStore(folder / id)
+        final = {k: v for k, v in store.final().items() if k != "checksum"}
+        gain = 0.22 if place == 0 else 0.14
+        final["test"] = {**final["test"], "accuracy": 0.9 * final["test"]["accuracy"] + gain}
+        store.finish(final)
+    table = table_of(folder)
+    advice = advise(table)
+    c = table.entry(advice.pick).comparison
+    assert advice.pick == "DropPath"
+    assert c.false_claims is not None
+    assert f"Caution: {c.caution}." in advice.which.details
+    assert "false claims" in dict(answered(advice))[QUESTIONS[0]]

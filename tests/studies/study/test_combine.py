@@ -1,6 +1,8 @@
 """Several studies as one answer, against scipy and by simulation."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,6 +105,13 @@ def test_studies_combine_into_one_table_and_one_page(tmp_path):
     assert len(found.to_dict()["configs"]) == 5
     page = found.report(tmp_path / "all.md").read_text()
     assert all(f"Synthetic {name}" in page for name in ("one", "two", "three"))
+    figure = found.figure()
+    assert [r["row"] for r in figure.records] == [c.name for c in found.configs]
+    drawn = json.dumps(figure.panels[0].spec)
+    assert all(f'"low": {c.low}' in drawn for c in found.configs)
+    page = found.report(tmp_path / "all.html").read_text()
+    assert '<figure id="across"' in page
+    assert "3 data sets of equal weight" in page
 
 
 def test_what_cannot_be_combined_is_refused(tmp_path):
@@ -131,4 +140,5 @@ def test_the_command_compares_over_several_data_sets(tmp_path, monkeypatch, caps
     told = capsys.readouterr().out
     assert "| drop_key | " in told
     assert "2 data sets" in told
-    assert "All on one page: dampen report runs/" in told
+    assert told.splitlines()[-1] == "Report: runs/combined.html"
+    assert '<figure id="across"' in Path("runs/combined.html").read_text()

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from dampen.studies.ensembles import ensembles, take_predictions
+from dampen.studies.ensembles import ensembles, ensembles_in_words, take_predictions
 from dampen.studies.errors import Refused
+from dampen.studies.report.page import make_page
 from dampen.studies.request import request_own
 from dampen.studies.study import Study
 from dampen.studies.trainer.user_function import function_in_file
@@ -37,6 +38,11 @@ def test_the_seeds_of_a_configuration_are_an_ensemble(tmp_path, run):
     nll = -np.log(np.mean(draws, axis=0)[np.arange(50), y]).mean()
     assert found["plain", "nll"].together == pytest.approx(nll)
     assert "drop_key, ensemble of 4 seeds: accuracy" in str(Study(asked.folder, asked.plan))
+    table = Study(asked.folder, asked.plan).results
+    told = ensembles_in_words(table)  # in the terminal and on the page
+    assert found["plain", "accuracy"].in_words() in told
+    assert "nll" not in told  # the metric that judges
+    assert told in make_page([table], [])
 
 
 @pytest.mark.parametrize(

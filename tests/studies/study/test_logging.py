@@ -7,9 +7,12 @@ import pytest
 
 import dampen
 from dampen.studies.errors import ConfigError, Refused
+from dampen.studies.report.charts import curves
+from dampen.studies.report.figures import Palette
 from dampen.studies.request import request_own
 from dampen.studies.result import LogLine, on_one_axis
 from dampen.studies.store import RunStore
+from dampen.studies.table import comparison_table, read_runs
 from dampen.studies.trainer.user_function import function_in_file
 from dampen.studies.trainer.user_result import POINTS, UserLog
 
@@ -50,6 +53,25 @@ def test_every_step_that_is_logged_is_kept(made, run):
         1 / (s + 1) for s in range(30)
     ]
     assert [line["step"] for line in lines if "valid" in line] == [10, 20, 30]
+
+
+def test_numbers_with_the_name_of_a_group_make_curves_too(made, run):
+    """`valid_accuracy=` and `loss=`, as most people write it, are drawn as `valid=` and `train=` are."""
+    asked = made(
+        "for s in range(4):\n"
+        "    trial.log(step=s + 1, loss=1 / (s + 1), val_loss=2.0, valid_accuracy=s / 4, lr=0.1)\n"
+        "return {'accuracy': 0.5}"
+    )
+    run(asked)
+    line = logged(asked).lines()[-1]
+    assert line["valid"] == {"loss": 2.0, "accuracy": 0.75}
+    assert line["train"] == {"loss": 0.25}
+    assert line["lr"] == 0.1
+    table = comparison_table(asked.plan, read_runs(asked.plan, asked.folder))
+    figures = {f.key: f for f in curves(table, Palette([e.name for e in table.entries]))}
+    assert {*figures} == {"curves", "loss"}
+    assert {r["mean"] for r in figures["curves"].records} == {0.0, 25.0, 50.0, 75.0}
+    assert {r["part"] for r in figures["loss"].records} == {"validation", "training"}
 
 
 def test_a_long_log_is_thinned_and_keeps_its_validation(tmp_path):

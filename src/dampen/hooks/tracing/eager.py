@@ -179,6 +179,8 @@ _LOOKS = {
     "stride",
     "numel",
     "is_contiguous",
+    "is_floating_point",
+    "is_neg",  # read by the native kernels' entry for every tensor that they may read
     "__len__",
     "data_ptr",
     "get_device",

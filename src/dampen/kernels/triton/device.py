@@ -8,7 +8,8 @@ What is random is a function of a seed and of a place (sample, head, query, key)
 backward agree and the size of the tiles does not matter. `DRAWS` says what is drawn:
 0 nothing, 1 keys hidden before the softmax (DropKey, normalized attention dropout), 2 weights
 dropped after it, 3 keys hidden whose score reaches a threshold of their query (hard masking).
-`MASKED` says how the model hides keys: 0 not at all, 1 the same keys from every query, 2 by query.
+`MASKED` says how keys are hidden from outside: 0 not at all, 1 the same keys from every query, 2 by
+query, 3 by query with 32 keys in a word.
 
 The arrays LSE, BACK, TOP and DELTA are (B, H, N); O and all gradients are laid out (B, N, H, D).
 """
@@ -47,17 +48,26 @@ def drawn(seed, limit, sample, head, rows, first_key, BM: tl.constexpr, BN: tl.c
 
 @triton.jit
 def visible(
-    mask, m_n, m_m, rows, cols, N, M, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+    mask, m_n, m_m, rows, first_key, N, M, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """(BM, BN): the keys that the model itself shows each query."""
+    """(BM, BN): the keys that the mask shows each query."""
+    cols = first_key + tl.arange(0, BN)
     seen = (rows[:, None] < N) & (cols[None, :] < M)
     if CAUSAL:
         seen = seen & (cols[None, :] <= rows[:, None])
     if MASKED == 1:
         seen = seen & (tl.load(mask + cols * m_m, mask=cols < M, other=0) != 0)[None, :]
+    line = rows[:, None] * tl.cast(m_n, tl.int64)  # a mask may have more than 2^31 places
     if MASKED == 2:
-        at = mask + rows[:, None] * m_n + cols[None, :] * m_m
+        at = mask + line + cols[None, :] * tl.cast(m_m, tl.int64)
         seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+    if MASKED == 3:
+        words = first_key // 32 + tl.arange(0, BN // 32)
+        inside = (rows[:, None] < N) & (words[None, :] * 32 < M)
+        found = tl.load(mask + line + words[None, :], mask=inside, other=0)
+        bits = (found[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+        seen = seen & (tl.reshape(bits, (BM, BN)) != 0)
     return seen
 
 
@@ -69,7 +79,8 @@ def scores(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     if BIASED:
         inside = (rows[:, None] < N) & (cols[None, :] < M)
-        at = bias + rows[:, None] * b_n + cols[None, :] * b_m
+        line = rows[:, None] * tl.cast(b_n, tl.int64)
+        at = bias + line + cols[None, :] * tl.cast(b_m, tl.int64)
         s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return s
 
@@ -137,7 +148,7 @@ def attend(
         cols = start + tl.arange(0, BN)
         k = load_rows(keys, cols, k_n, M, D, BD)
         s = scores(q, k, bias, b_n, b_m, rows, cols, N, M, scale, BIASED, PRECISION)
-        seen = visible(mask, m_n, m_m, rows, cols, N, M, CAUSAL, MASKED)
+        seen = visible(mask, m_n, m_m, rows, start, N, M, CAUSAL, MASKED, BM, BN)
         keep = kept(s, seen, top, seed, limit, sample, head, rows, start, DRAWS, BM, BN)
         s = tl.where(keep, s, -float("inf"))
         new = tl.maximum(largest, tl.max(s, 1))
@@ -161,7 +172,7 @@ def attend(
                 bits, _, _, _ = tl.philox(
                     seed, cols[None, :], rows[:, None], head, sample | GUARD_STREAM, n_rounds=7
                 )
-                seen = visible(mask, m_n, m_m, rows, cols, N, M, CAUSAL, MASKED)
+                seen = visible(mask, m_n, m_m, rows, start, N, M, CAUSAL, MASKED, BM, BN)
                 draw = tl.where(seen, (bits >> 1).to(tl.int32), -1)
                 here = tl.max(draw, 1)
                 place = start + tl.argmax(draw, 1).to(tl.int32)
@@ -232,7 +243,7 @@ def to_queries(
         k = load_rows(keys, cols, k_n, M, D, BD)
         v = load_rows(values, cols, v_n, M, D, BD)
         s = scores(q, k, bias, b_n, b_m, rows, cols, N, M, scale, BIASED, PRECISION)
-        seen = visible(mask, m_n, m_m, rows, cols, N, M, CAUSAL, MASKED)
+        seen = visible(mask, m_n, m_m, rows, start, N, M, CAUSAL, MASKED, BM, BN)
         p = weights(
             s, seen, lse, back, top, seed, limit, sample, head, rows, start, DRAWS, GUARD, BM, BN
         )
@@ -287,7 +298,7 @@ def to_keys(
             if GUARD:
                 back = tl.load(BACK + line + rows, mask=rows < N, other=-1)
             s = scores(q, k, bias, b_n, b_m, rows, cols, N, M, scale, BIASED, PRECISION)
-            seen = visible(mask, m_n, m_m, rows, cols, N, M, CAUSAL, MASKED)
+            seen = visible(mask, m_n, m_m, rows, first_key, N, M, CAUSAL, MASKED, BM, BN)
             p = weights(
                 s, seen, lse, back, top, seed, limit, sample, head, rows, first_key,
                 DRAWS, GUARD, BM, BN,

@@ -1,24 +1,33 @@
 """Which attention the Triton kernels take over, and the call of them.
 
-Exactly one method may draw: one that hides single keys, one that hides the largest scores, or one
-that drops single weights. Methods on queries, keys, values and head outputs may act besides.
+The kernel draws for exactly one method: one that hides single keys, one that hides the largest
+scores, or one that drops single weights. What other methods hide, alone or together, is drawn
+before it and handed over as one bit a score. Methods on queries, keys, values and head outputs may
+act besides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dampen.kernels.long_sequences import rows_in_memory
 from dampen.kernels.triton import trial
 from dampen.kernels.triton.tiles import (
+    BY_BITS,
+    BY_KEY,
+    BY_NONE,
+    BY_QUERY,
     DROP_WEIGHTS,
     HIDE_KEYS,
     HIDE_TOP,
     LARGEST_HEAD,
+    NOTHING,
     SMALLEST_HEAD,
+    Form,
 )
 from dampen.masks import may_empty
 from dampen.regularizer import ATTENTION_STAGES, Call, Regularizer
@@ -40,10 +49,8 @@ def unfit(
         call: the attention at work.
     """
     acting = _acting(regularizers)
-    if not acting or (len(acting) == 1 and not acting[0].per_query):
+    if not any(r.per_query for r in acting):
         return None
-    if len(acting) > 1:
-        return f"{' and '.join(r.name for r in acting)} both act on the weights"
     keys, size = k.shape[2], q.shape[3]
     if any(r.takes_jacobian for r in regularizers):
         return "the attention is differentiated twice"
@@ -56,10 +63,29 @@ def unfit(
         return " and ".join({str(t.dtype).removeprefix("torch."): 0 for t in (q, k, v)})
     if call.bias is not None and call.bias.requires_grad:
         return "the bias of the scores is learned"
-    draws = _draws(acting[0], keys)
+    draws = _draws(acting, keys)
     if draws is None:
-        return f"{acting[0].name} does not draw single keys or weights"
-    return trial.refused(q, dtype, draws)
+        names = " and ".join(r.name for r in acting)
+        return f"{names} {'needs' if len(acting) == 1 else 'need'} more than keys hidden at random"
+    masked = BY_BITS if draws == NOTHING else _masked(call)
+    form = Form(dtype, size, draws, call.is_causal, masked, call.bias is not None)
+    return trial.refused(q.device, form)
+
+
+def hides_by_bits(regularizers: Sequence[Regularizer], keys: int) -> bool:
+    """Whether what is hidden is drawn before the kernel.
+
+    Args:
+        regularizers: methods at work, in order; the kernels can run them.
+        keys: M.
+    """
+    return _draws(_acting(regularizers), keys) == NOTHING
+
+
+def _masked(call: Call) -> int:
+    if call.mask is None or call.is_causal:
+        return BY_NONE
+    return BY_KEY if call.mask.shape[2] == 1 else BY_QUERY
 
 
 def _dtype(q: Tensor) -> torch.dtype:
@@ -70,11 +96,17 @@ def _dtype(q: Tensor) -> torch.dtype:
     return q.dtype
 
 
-def _draws(method: Regularizer, keys: int) -> int | None:
-    how = method.native_hiding(keys)
-    if how is not None:
-        return HIDE_KEYS if how[1] is None else HIDE_TOP
-    return None if method.weight_dropout() is None else DROP_WEIGHTS
+def _draws(acting: Sequence[Regularizer], keys: int) -> int | None:
+    """What the kernel draws: NOTHING where the hidden keys are drawn before it, None where it
+    cannot run."""
+    if len(acting) == 1:
+        how = acting[0].native_hiding(keys)
+        if how is not None:
+            return HIDE_KEYS if how[1] is None else HIDE_TOP
+        if acting[0].weight_dropout() is not None:
+            return DROP_WEIGHTS
+    masks_alone = all(r.stages <= {"qkv", "mask", "heads"} for r in acting)
+    return NOTHING if masks_alone else None
 
 
 def attend(
@@ -108,8 +140,62 @@ def attend(
         few = call.keep is not None or share is not None
         guard = few or may_empty([rate], k.shape[2], rows)
     assert rate is not None
-    mask = None if call.is_causal else call.mask
+    mask = None if _masked(call) == BY_NONE else call.mask
     return ops.attention(q, k, v, mask, bias, top, call.is_causal, call.scale, draws, rate, guard)
+
+
+def attend_bits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    kept: Callable[[Tensor, slice], Tensor | None],
+) -> Tensor:
+    """softmax(q k^T scale + bias) v over the keys that are kept, one bit a score.
+
+    The mask of a few queries at a time is drawn and packed, so that an eighth of a byte a score is
+    kept for the backward, where a mask of SDPA takes two bytes.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, G, M, d).
+        v: (B, G, M, d).
+        call: the attention at work.
+        kept: from some queries and their places to their bool mask, the model's included; None:
+            they see all keys.
+    """
+    from dampen.kernels.triton import ops  # only where Triton is installed
+
+    parts, start = [], 0
+    for part in q.split(rows_in_memory(q, k.shape[2], matrix=False), dim=2):
+        shape = (*part.shape[:3], k.shape[2])
+        keep = kept(part, slice(start, start + shape[2]))
+        if keep is None:
+            keep = torch.ones((), dtype=torch.bool, device=q.device)
+        parts.append(packed(keep.expand(shape)))
+        start += shape[2]
+    bits = torch.cat(parts, dim=2)
+    dtype = _dtype(q)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    bias = None if call.bias is None else call.bias.detach()
+    return ops.attention(
+        q, k, v, bits, bias, None, call.is_causal, call.scale, NOTHING, 0.0, guard=False
+    )
+
+
+def packed(keep: Tensor) -> Tensor:
+    """Bools (..., M) as the bits of int32 (..., M / 32, rounded up), the first in the lowest bit.
+
+    Args:
+        keep: bool.
+
+    >>> packed(torch.tensor([True, True, False, True])).tolist()
+    [11]
+    """
+    eight = F.pad(keep, (0, -keep.shape[-1] % 32)).contiguous().view(torch.int64)
+    # eight bytes of 0 or 1, moved into the highest byte by one product without carries
+    high = (eight * 0x0102040810204080) >> 56
+    return (high & 255).to(torch.uint8).view(torch.int32)
 
 
 def _acting(regularizers: Sequence[Regularizer]) -> list[Regularizer]:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from dampen.kernels.triton import device
-from dampen.kernels.triton.tiles import DROP_WEIGHTS, HIDE_TOP, Tile, padded, tile_of
+from dampen.kernels.triton.tiles import (
+    BY_BITS,
+    BY_KEY,
+    BY_NONE,
+    BY_QUERY,
+    DROP_WEIGHTS,
+    HIDE_TOP,
+    Tile,
+    padded,
+    tile_of,
+)
 
 
 def attention(
@@ -36,7 +46,8 @@ def attention(
         q: (B, H, N, D).
         k: (B, G, M, D), G a divisor of H.
         v: (B, G, M, D).
-        keep: the model's bool mask, True may be seen; broadcasts to (B, H, N, M).
+        keep: a bool mask, True may be seen, that broadcasts to (B, H, N, M); or its bits, int32
+            (B, H, N, M / 32, rounded up), the first key in the lowest.
         bias: added to the scores; broadcasts likewise. It gets no gradient.
         top: (B, H, N), the score from which HIDE_TOP hides a key.
         causal: each query sees the keys up to its own place.
@@ -103,7 +114,10 @@ def _common(
 ) -> tuple[list[Tensor], list[Any]]:
     """What all three kernels take: mask and bias as tensors, and strides, sizes and scale."""
     shape = (*q.shape[:3], k.shape[2])
-    mask = q if keep is None else keep.view(torch.uint8).expand(shape)
+    mask = q
+    if keep is not None:
+        bits = keep.dtype is torch.int32
+        mask = keep.expand(*shape[:3], -1) if bits else keep.view(torch.uint8).expand(shape)
     added = q if bias is None else bias.expand(shape)
     numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask.stride(), *added.stride()]
     return [mask, added], [*numbers, q.shape[1], k.shape[1], q.shape[2], k.shape[2], scale]
@@ -116,14 +130,17 @@ def _constants(
     """What a kernel is compiled for."""
     size = q.shape[3]
     by_query = keep is not None and keep.shape[2] > 1
-    heavy = guard or by_query or bias is not None or draws in (DROP_WEIGHTS, HIDE_TOP)
+    masked = BY_NONE if keep is None else BY_QUERY if by_query else BY_KEY
+    if keep is not None and keep.dtype is torch.int32:
+        masked = BY_BITS
+    heavy = guard or masked == BY_QUERY or bias is not None or draws in (DROP_WEIGHTS, HIDE_TOP)
     tile = tile_of(kernel, size, q.element_size(), _has_warpgroups(q), heavy)
     exact = not (q.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     return {
         "DRAWS": draws,
         "GUARD": guard,
         "CAUSAL": causal,
-        "MASKED": 0 if keep is None else 1 + by_query,
+        "MASKED": masked,
         "BIASED": bias is not None,
         "PRECISION": "ieee" if exact else "tf32",
         "D": size,

@@ -9,8 +9,44 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 NOTHING, HIDE_KEYS, DROP_WEIGHTS, HIDE_TOP = range(4)
 """What is drawn; `DRAWS` of the kernels."""
+BY_NONE, BY_KEY, BY_QUERY, BY_BITS = range(4)
+"""How keys are hidden from outside; `MASKED` of the kernels."""
+
+
+class Form(NamedTuple):
+    """A kind of attention for which the kernels are compiled."""
+
+    dtype: torch.dtype
+    size: int
+    draws: int
+    causal: bool = False
+    masked: int = BY_NONE
+    biased: bool = False
+
+    @property
+    def guards(self) -> tuple[bool, ...]:
+        """Whether a query that loses all its keys is looked for: may differ between calls."""
+        if self.draws not in (HIDE_KEYS, HIDE_TOP):
+            return (False,)
+        always = self.causal or self.masked != BY_NONE or self.draws == HIDE_TOP
+        return (True,) if always else (False, True)
+
+    def __str__(self) -> str:
+        tf32 = self.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        words = [
+            str(self.dtype).removeprefix("torch."),
+            "tf32" if tf32 else "",
+            f"D{self.size}",
+            ("plain", "hide keys", "drop weights", "hide top")[self.draws],
+            "causal" if self.causal else "",
+            ("", "mask by key", "mask by query", "bits")[self.masked],
+            "bias" if self.biased else "",
+        ]
+        return " ".join(filter(None, words))
 
 
 class Tile(NamedTuple):

@@ -127,7 +127,8 @@ class _Run:
 
     def _submit(self, running: _Running) -> None:
         options: dict[str, Any] = {"num_cpus": self.execution.threads}
-        if self.execution.accelerator != "cpu" and self.ray.cluster_resources().get("GPU"):
+        may_use_gpus = self.execution.accelerator not in ("cpu", "mps")
+        if may_use_gpus and self.ray.cluster_resources().get("GPU"):
             options["num_gpus"] = running.job.trial.train.devices
         reference = self.task.options(**options).remote(
             running.job, self.execution, self.mailbox, running.tries

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dampen.studies.errors import ConfigError, LabError
 
 if TYPE_CHECKING:
+    from dampen.studies.report.figures import Figure
     from dampen.studies.report.read import Skipped
     from dampen.studies.table import ResultTable
 
@@ -30,6 +31,7 @@ class Report:
     tables: list[ResultTable]
     skipped: list[Skipped]
     benches: list[dict[str, Any]] = field(default_factory=list)
+    across: Figure | None = None  # the answer over all tables, see `dampen.combine`
 
     def render(self, format: str = "html", live: str = "", title: str = "") -> str:
         """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content.
@@ -48,7 +50,7 @@ class Report:
         if format == "html":
             from dampen.studies.report.page import make_page
 
-            return make_page(self.tables, self.skipped, live, self.benches, title)
+            return make_page(self.tables, self.skipped, live, self.benches, title, self.across)
         if format == "md":
             return formats.to_markdown(self.tables, self.skipped, self.benches)
         if format == "csv":
@@ -90,6 +92,7 @@ def write_report(
     split: bool = False,
     curves: bool = True,
     title: str = "",
+    across: Figure | None = None,
 ) -> Report:
     """Make a report and write it to `output`, in the format said or the one that the name's ending says.
 
@@ -102,6 +105,7 @@ def write_report(
         split: make one table per protocol.
         curves: keep the logs of the runs.
         title: of the page; default: of its table.
+        across: the answer over all tables, drawn before them on a page.
     """
     from dampen.studies.files import atomic_file
     from dampen.studies.report.packs import pack, packed_bytes, to_text
@@ -109,6 +113,7 @@ def write_report(
     output = Path(output)
     chosen = format or format_of(output)
     report = make_report(runs, split)
+    report.across = across
     text = to_text(pack(runs, curves)) if chosen == PACK else report.render(chosen, title=title)
     with atomic_file(output) as file:
         file.write(packed_bytes(text, output) if chosen == PACK else text.encode())

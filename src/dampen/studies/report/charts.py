@@ -191,7 +191,7 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
             away = alt.Chart(alt.Data(values=far)).mark_rule(opacity=0.35)
             layers.append(away.encode(x=x, y=alt.Y("at:Q"), y2="mean:Q", **colored))
         text = alt.Chart(alt.Data(values=names_there)).mark_text(
-            align=align, dx=dx, baseline="middle"
+            align=align, dx=dx, dy=-3, baseline="bottom"
         )
         layers.append(text.encode(x=x, y=alt.Y("at:Q"), text="text:N", **colored))
     better = "Up" if table.study.mode == "max" else "Down"
@@ -219,25 +219,26 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
 
 
 def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, Any]]]]:
-    """The names of the points, on the side with more room, at heights where they do not overlap: (align, dx, data).
+    """The names of the points, on the side with more room, each at a height of its own: (align, dx, data).
 
     From bottom to top each label takes the lowest free place at or above its point; those far above the top are moved
     down again, so that the chart keeps its height.
     """
-    means = [r["mean"] for r in shown]
-    row = 0.05 * ((max(means) - min(means)) or 1.0)
+    ends = [r[k] for r in shown for k in ("low", "high", "mean") if r[k] is not None]
+    row = 0.05 * ((max(ends) - min(ends)) or 1.0)
     middle = (min(r["ratio"] for r in shown) + max(r["ratio"] for r in shown)) / 2
-    sides: dict[str, list[dict[str, Any]]] = {"left": [], "right": []}
+    placed: list[dict[str, Any]] = []
     for record in sorted(shown, key=lambda r: r["mean"]):
-        side = sides["left" if record["ratio"] <= middle else "right"]
-        at = max(record["mean"], side[-1]["at"] + row) if side else record["mean"]
-        side.append({**record, "at": at, "text": shortened(record["row"], 48)})
-    for side in sides.values():
-        ceiling = max(means) + row
-        for record in reversed(side):  # push down what was pushed beyond the top
-            record["at"] = min(record["at"], ceiling)
-            ceiling = record["at"] - row
-            record["moved"] = abs(record["at"] - record["mean"]) > 0.6 * row
+        at = max(record["mean"], placed[-1]["at"] + row) if placed else record["mean"]
+        placed.append({**record, "at": at, "text": shortened(record["row"], 48)})
+    ceiling = max(ends)
+    for record in reversed(placed):  # push down what was pushed beyond the top
+        record["at"] = min(record["at"], ceiling)
+        ceiling = record["at"] - row
+        record["moved"] = abs(record["at"] - record["mean"]) > 0.6 * row
+    sides: dict[str, list[dict[str, Any]]] = {"left": [], "right": []}
+    for record in placed:
+        sides["left" if record["ratio"] <= middle else "right"].append(record)
     return [(name, 10 if name == "left" else -10, found) for name, found in sides.items() if found]
 
 
@@ -401,16 +402,23 @@ def curves(table: ResultTable, palette: Palette) -> list[Figure]:
     every = [line for runs in logs.values() for lines in runs for line in lines]
     over = "step" if every and all(line.step for line in every) else "epoch"
     rest = note(len(names), len(entries)) + damaged
-    logged = {key for line in every for key in line.valid}
+    logged = dict.fromkeys(key for line in every for key in line.valid)
+    trained = {key for line in every for key in line.train}
+    if metric not in logged:  # under another name than the test metric's, such as acc
+        metric = next((key for key in logged if key not in LOSSES), metric)
     loss = next((key for key in LOSSES if key in logged and key != metric), "")
+    fitted = next((key for key in ("task", *LOSSES) if key in trained and key != metric), "")
+    without = (
+        "the task's own loss without penalties" if fitted == "task" else "the loss that was logged"
+    )
     title = describe(metric).title
     told = "Solid: validation. Dashed: training, where it was logged. The band is one standard deviation over seeds. "
     made = [
         _curves("curves", "Learning curves", told + "The methods are those chosen above." + rest,
                 logs, over, (("validation", "valid", metric), ("training", "train", metric)), title, names, palette),
-        _curves("loss", "Loss", "Solid: validation. Dashed: training, the task's own loss without penalties. A low "
+        _curves("loss", "Loss", f"Solid: validation. Dashed: training, {without}. A low "
                 "training loss with a rising validation loss is overfitting.",
-                logs, over, (("validation", "valid", loss), ("training", "train", "task")), "loss", names, palette),
+                logs, over, (("validation", "valid", loss), ("training", "train", fitted)), "loss", names, palette),
     ]  # fmt: skip
     return [figure for figure in made if figure is not None]
 

@@ -36,6 +36,7 @@ class Interval(msgspec.Struct):
     detectable: float | None  # the smallest difference that these seeds detect with 80 % power
     margin: float | None  # the equivalence margin
     test: str
+    shrunk: float | None = None  # a significant difference without the optimism of its selection
 
 
 class StepCost(msgspec.Struct):
@@ -85,6 +86,7 @@ class Answers(msgspec.Struct):
     pick: str | None  # the recommended method
     code: str  # the line of Python that uses it
     more_seeds: str  # the command that adds seeds to inconclusive methods
+    best: list[str] = []  # the set that holds the best configuration: it and its equals
 
 
 class Document(msgspec.Struct):
@@ -132,6 +134,7 @@ def document(run: ComparisonResult, page: Path | None = None) -> dict[str, Any]:
     ]
     answers: dict[str, Any] = {k: _words(getattr(advice, k)) for k in ("which", "cost", "trust")}
     answers |= {"pick": advice.pick, "code": advice.code, "more_seeds": advice.seeds}
+    answers["best"] = [entry.name for entry in table.contenders()]
     plain = run.to_dict() | {
         "schema": VERSION,
         "page": str(page) if page is not None else None,

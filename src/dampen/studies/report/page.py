@@ -33,6 +33,7 @@ from dampen.studies.report.view import (
     PAGED,
     bench_view,
     chosen_rows,
+    figure_view,
     pairs_view,
     rows_view,
     runs_view,
@@ -221,12 +222,17 @@ METHOD = (
 )
 
 
+ACROSS = "across"
+"""The id of the figure over all tables."""
+
+
 def make_page(
     tables: list[ResultTable],
     skipped: list[Skipped],
     live: str = "",
     benches: Sequence[dict[str, Any]] = (),
     title: str = "",
+    across: Figure | None = None,
 ) -> str:
     """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
     version of its content.
@@ -237,6 +243,7 @@ def make_page(
         live: the version of the content, for a page that a server shows.
         benches: the results of `dampen bench`.
         title: of the page; default: of its table.
+        across: the answer over all tables.
     """
     whole = tables
     tables, shared = [], []
@@ -278,6 +285,8 @@ def make_page(
         costs.append(bench_view(record, figures, key, dict(colors)))
         for figure in figures:
             data["figures"][f"{key}-{figure.key}"] = _figure_data(figure)
+    if across is not None:
+        data["figures"][ACROSS] = _figure_data(across)
     if title and len(studies) == 1:
         studies[0]["title"] = title
     if not title:
@@ -288,6 +297,7 @@ def make_page(
         title=title,
         studies=studies,
         benches=costs,
+        across=figure_view(across, ACROSS, palette, dict(colors)) if across else None,
         skipped=skipped,
         data=_plain(data),
         css=asset("report.css"),

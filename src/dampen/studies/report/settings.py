@@ -38,7 +38,13 @@ def settings_text(entry: Entry, reference: Entry | None = None) -> str:
         entry: the results of one configuration.
         reference: the baseline.
     """
-    parts = [text for method in methods_of(entry) if (text := _arguments(method))]
+    methods = methods_of(entry)
+    several = len(methods) > 1
+    parts = [
+        f"{method['name']}: {text}" if several else text
+        for method in methods
+        if (text := _arguments(method))
+    ]
     differing = differences(reference, entry) if reference and reference is not entry else {}
     parts += [f"{axis_name(key)}={_short(value)}" for key, (_, value) in differing.items()]
     known = " ".join(parts)

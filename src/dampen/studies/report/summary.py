@@ -65,8 +65,8 @@ def answered(advice: Advice) -> list[tuple[str, str]]:
     """
     parts = (advice.which, advice.cost, advice.trust)
     shown = [
-        (question, f"{part.headline}. {' '.join(part.details[:most])}".replace("..", "."))
-        for question, part, most in zip(QUESTIONS, parts, (9, 2, 2), strict=True)
+        (question, f"{part.headline}. {' '.join(part.first)}".replace("..", "."))
+        for question, part in zip(QUESTIONS, parts, strict=True)
     ]
     if advice.rule:
         shown[0] = (shown[0][0], f"{shown[0][1]} {advice.rule}")
@@ -128,7 +128,13 @@ def _which(
         details = [
             f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."
         ]
-        others = [e.name for e in better if e is not pick]
+        details[0] += _selected(pick, table)
+        if pick.comparison and pick.comparison.caution:
+            details.append(f"Caution: {pick.comparison.caution}.")
+        rivals = _rivals(pick, table)
+        if rivals:
+            details.append(f"Not significantly different from it: {listed(rivals)}.")
+        others = [e.name for e in better if e is not pick and e.name not in rivals]
         if others:
             details.append(f"Also better than {reference.name}: {listed(others)}.")
         return Answer(
@@ -162,6 +168,23 @@ def _gain(entry: Entry, table: ResultTable) -> str:
         "" if math.isnan(c.low) else f" ({c.low:+.{metric.digits}f} to {c.high:+.{metric.digits}f})"
     )
     return f"{c.difference:+.{metric.digits}f}{metric.points}{interval}"
+
+
+def _selected(entry: Entry, table: ResultTable) -> str:
+    """How much of a difference is left without the optimism of picking what is significant (winner's curse)."""
+    shrunk, digits = entry.comparison.shrunk if entry.comparison else math.nan, table.metric.digits
+    if math.isnan(shrunk):
+        return ""
+    return (
+        f" A difference that was picked because it is significant is optimistic: {shrunk:+.{digits}f}"
+        f"{table.metric.points} is its median-unbiased estimate."
+    )
+
+
+def _rivals(pick: Entry, table: ResultTable) -> list[str]:
+    """The methods that are not significantly different from the recommended one."""
+    kept = [e for e in table.contenders() if e is not pick and e is not table.main_reference]
+    return [e.name for e in kept]
 
 
 def _others(compared: list[Entry], table: ResultTable) -> list[str]:
@@ -285,6 +308,17 @@ class Answer:
     headline: str
     details: list[str]
     tone: str = "plain"  # good, plain, caution: how a page may color it
+    foremost: tuple[str, ...] = ()  # the details that are never left out; () means all
+
+    @property
+    def first(self) -> list[str]:
+        """The details that a terminal prints, and a page before a click."""
+        return [line for line in self.details if not self.foremost or line in self.foremost]
+
+    @property
+    def rest(self) -> list[str]:
+        """The other details."""
+        return [line for line in self.details if line not in self.first]
 
 
 def shared_seeds(entry: Entry) -> int:
@@ -312,7 +346,8 @@ def trust(table: ResultTable) -> Answer:
     if not tested:
         count = max((shared_seeds(e) for e in compared), default=0)
         what = f"Little: {plural(count, 'shared seed')}" if compared else "Nothing to test against"
-        return Answer(what, [*basis, *against, *noise(table)], "caution")
+        foremost = (*basis, *against)
+        return Answer(what, [*basis, *against, *noise(table)], "caution", foremost)
     if len(decided) == len(compared):
         headline, tone = f"Well founded: {total} conclusive", "good"
         if len(compared) > 1:
@@ -323,7 +358,9 @@ def trust(table: ResultTable) -> Answer:
         headline, tone = f"Weak: {len(decided)} of {total} conclusive", "caution"
     if against:
         headline, tone = f"{headline}, with reservations", "plain" if tone == "good" else tone
-    return Answer(headline, [*_power(table, tested), *basis, *against, *noise(table)], tone)
+    power = _power(table, tested)
+    foremost = (*power, basis[0], tuned(table), *against)
+    return Answer(headline, [*power, *basis, *against, *noise(table)], tone, foremost)
 
 
 def smallest_difference(table: ResultTable) -> float:

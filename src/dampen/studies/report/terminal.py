@@ -34,7 +34,7 @@ def escape(text: str) -> str:
     return escape_markup(printable(text))
 
 
-def results_table(found: ResultTable, verdicts: bool = True) -> Table:
+def results_table(found: ResultTable, verdicts: bool = True, width: int = 0) -> Table:
     """The table: ours with spread and number, cost, the published figure, the verdict.
 
     Without verdicts, while runs are still coming in, a line per row with the difference so far, called provisional.
@@ -42,6 +42,8 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     Args:
         found: what was read.
         verdicts: show verdicts; without them the differences are provisional.
+        width: columns of the terminal, where they are known: names break at words, and a narrow one
+            leaves settings to the page.
     """
     study, metric, entries = found.study, found.metric, found.entries
     published = any(e.published for e in entries)
@@ -49,20 +51,29 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     compared = any(e.reference for e in entries)
     table = Table(title=escape(study.title), title_justify="left")
     whole = max((len(e.config.name) for e in entries), default=0) <= UNBROKEN
+    longest = max((max(map(len, e.config.name.split())) for e in entries), default=0)
     table.add_column(
-        "method", overflow="fold" if verdicts else "ellipsis", no_wrap=whole or not verdicts
+        "method",
+        overflow="fold" if verdicts else "ellipsis",
+        no_wrap=whole or not verdicts,
+        width=min(longest, width // 3) if width >= MEDIUM and not whole else None,
     )
     if grid:
         table.add_column("grid", overflow="fold")
     reference = found.main_reference
-    settings = {e.name: settings_text(e, reference) for e in entries} if verdicts else {}
-    told = [text for e in entries if (text := settings.get(e.name)) and text not in e.config.name]
+    known = {e.name: settings_text(e, reference) for e in entries} if verdicts else {}
+    settings = {
+        e.name: known[e.name] for e in entries if known.get(e.name, "") not in e.config.name
+    }
+    told = bool(settings) and not 0 < width < NARROW
     if told:
         table.add_column("settings", overflow="fold")
-    table.add_column(f"test {metric.title}", justify="right")
+    # a number is never cut
+    table.add_column(f"test {metric.title}", justify="right", overflow="fold")
     table.add_column("n", justify="right")
     if compared:
-        table.add_column("difference" if verdicts else "so far (provisional)", justify="right")
+        title = "difference" if verdicts else "so far (provisional)"
+        table.add_column(title, justify="right", overflow="fold")
     table.add_column("cost", justify="right")
     if published:
         table.add_column("paper", justify="right")
@@ -72,7 +83,7 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
         cells = [escape(entry.config.name)]
         if grid:
             cells.append(escape(grid_text(entry.setting.grid)))
-        cells += [escape(settings[entry.name])] if told else []
+        cells += [escape(settings.get(entry.name, ""))] if told else []
         cells += [mean_sd(entry, metric), counted(entry, found)]
         if compared:
             cells.append(_difference(entry, metric, verdicts))
@@ -86,10 +97,12 @@ def results_table(found: ResultTable, verdicts: bool = True) -> Table:
     return table
 
 
+NARROW, MEDIUM = 100, 70
+"""Columns below which a terminal has no room for settings, and none for names that break at words only."""
 UNBROKEN = 30
 """Letters of a row's name that a narrow terminal does not break."""
-LONGEST = 100
-"""Letters of a verdict in a table."""
+LONGEST = 160
+"""Letters of a verdict in a table: room for a caution."""
 STYLES = {"better": "green", "worse": "red", "failed": "red", "reference": "bold"}
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from dampen.studies.ensembles import ensembles_in_words
 from dampen.studies.methods_text import methods_as_text as written
 from dampen.studies.metric import METRICS, Metric, describe
 from dampen.studies.plugins import active
@@ -89,6 +90,7 @@ def study_view(
         "paged": len(entries) > PAGED,
         "picker": picker_view(table, advice.pick, palette, dark),
         "race": race_text(study),
+        "ensembles": ensembles_in_words(table),
         "missing": missing_plugins(study),
         "lead": figure_view(lead, f"{key}-{lead.key}", palette, dark) if lead else None,
         "figures": [figure_view(f, f"{key}-{f.key}", palette, dark) for f in figures],

@@ -71,7 +71,7 @@ class UserLog:
                     f"trial.log({name}=...) must be a dict of numbers, got {groups[name]!r}: "
                     f'write {name}={{"loss": ...}}.'
                 )
-        values = {k: numbers(k, v) for k, v in groups.items() if v is not None}
+        values = grouped({k: numbers(k, v) for k, v in groups.items() if v is not None})
         self.steps = self.steps if step is None else int(step)
         self.epochs = self.epochs if epoch is None else int(epoch)
         self.pending.append(values)
@@ -151,6 +151,32 @@ def thinned(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         if "valid" not in line:
             odd = not odd
     return kept
+
+
+GROUPS = {"valid_": "valid", "val_": "valid", "train_": "train"}
+"""Prefixes of numbers that belong to a group: valid_accuracy=0.9 is valid={"accuracy": 0.9}."""
+
+
+def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Single numbers in the group that their name names; `loss` is a training loss.
+
+    Args:
+        values: numbers and groups of numbers, by name.
+
+    >>> grouped({"valid_accuracy": 0.9, "loss": 1.5, "lr": 0.1})
+    {'lr': 0.1, 'valid': {'accuracy': 0.9}, 'train': {'loss': 1.5}}
+    """
+    found = {k: v for k, v in values.items() if isinstance(v, dict)}
+    single = {k: v for k, v in values.items() if k not in found}
+    kept: dict[str, Any] = {}
+    for key, value in single.items():
+        prefix = next((p for p in GROUPS if key.startswith(p) and key != p), "")
+        group = "train" if key == "loss" else GROUPS.get(prefix, "")
+        if group:
+            found[group] = {key.removeprefix(prefix): value, **found.get(group, {})}
+        else:
+            kept[key] = value
+    return kept | found
 
 
 def numbers(group: str, value: Any) -> Any:

@@ -124,6 +124,9 @@ class Trial:
             model: any model with softmax attention.
             target_modules: pattern(s) of dotted names of layers or attention modules.
             options: the other keywords of `dampen.regularize`.
+
+        Returns:
+            the handle of `dampen.regularize`.
         """
         observer = Observer(self._stream, self._clock, self._step)
         handle: Handle
@@ -152,8 +155,20 @@ class Trial:
 
         Calls with `step`, `epoch` or `valid` make a line of the log each (a log of more than 2,000
         lines is thinned); other calls are averaged until the next such call, or until there are
-        200. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
-        infinite ends the trial as diverged."""
+        200. `valid_accuracy=0.9` is `valid={"accuracy": 0.9}`, `train_loss` and `loss` belong to
+        `train`. Other keywords are numbers (`lr=...`) or groups of numbers. A loss that is NaN or
+        infinite ends the trial as diverged.
+
+        Args:
+            step: the step of the values.
+            epoch: the epoch of the values.
+            train: training values by name; a NaN loss ends the run.
+            valid: validation values by name.
+            more: other numbers, or groups of them.
+
+        Raises:
+            Stopped: the run is to end.
+        """
         with self._clock.pause():
             before = dict(self._log.known.get("train", {}))
             groups = {"train": train, "valid": valid, **more}
@@ -173,7 +188,15 @@ class Trial:
         `state` is made of dicts, lists, numbers, strings, tensors and numpy arrays, such as
         state_dicts; anything else raises TypeError, because it could not be read back. Or a
         function that makes one: then it is called, and something written, only when a checkpoint is
-        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost."""
+        due. Raises `dampen.Stopped` after writing when the trial is to end: nothing is lost.
+
+        Args:
+            state: what to save, or a function that returns it.
+
+        Raises:
+            TypeError: the state could not be read back.
+            Stopped: the run is to end; the checkpoint is written.
+        """
         stopping = self.stopping
         with self._clock.pause():
             if not callable(state) or stopping or self._due():
@@ -188,6 +211,9 @@ class Trial:
     def resume(self) -> Any:
         """The state of the newest checkpoint, with generators and regularizers as they were; None
         at a fresh start.
+
+        Returns:
+            the saved state, or None.
         """
         found, damage = load_newest(self.folder, "checkpoint")
         for problem in damage:
@@ -411,7 +437,7 @@ def train_user_function(
     except BaseException as error:  # CancelledError, SystemExit and others are no Exception
         if is_ctrl_c(error):
             raise
-        raise _locate_error(error, execution.function, trial) from error
+        raise _locate_error(error, execution.function) from error
     finally:
         trial._log.write()
         for logger in trial._log.loggers:
@@ -421,7 +447,7 @@ def train_user_function(
         torch.set_grad_enabled(before[1])
 
 
-def _locate_error(error: BaseException, function: Function, trial: Trial) -> OwnCodeError:
+def _locate_error(error: BaseException, function: Function) -> OwnCodeError:
     """The error with the place in the user's code where it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     root = str(function.code.root) if function.code.root else None
@@ -429,10 +455,7 @@ def _locate_error(error: BaseException, function: Function, trial: Trial) -> Own
     place = (in_user_code or frames)[-1]
     name = Path(place.filename).name if not place.filename.startswith("<") else place.filename
     message = "".join(traceback.format_exception_only(error)).strip()
-    failure = OwnCodeError(
-        f"{name}, line {place.lineno}, in {place.name}: {message} (row {trial.row!r}, seed "
-        f"{trial.seed})"
-    )
+    failure = OwnCodeError(f"{name}, line {place.lineno}, in {place.name}: {message}")
     failure.add_note("".join(traceback.format_exception(error)))
     return failure
 

@@ -3,8 +3,20 @@
 import pytest
 import torch
 
+from dampen.kernels.triton.fit import packed
 from dampen.kernels.triton.ops import attention, draws_of
-from dampen.kernels.triton.tiles import DROP_WEIGHTS, HIDE_KEYS, HIDE_TOP, NOTHING, Tile
+from dampen.kernels.triton.tiles import (
+    BY_BITS,
+    BY_KEY,
+    BY_NONE,
+    BY_QUERY,
+    DROP_WEIGHTS,
+    HIDE_KEYS,
+    HIDE_TOP,
+    NOTHING,
+    Form,
+    Tile,
+)
 from dampen.kernels.triton.trial import errors, verdict
 from tests.full import FULL
 
@@ -38,6 +50,17 @@ CASES = {
     "weights": {"draws": DROP_WEIGHTS, "n": 40, "m": 40, "causal": True},
     "top": {"draws": HIDE_TOP},
     "top, causal": {"draws": HIDE_TOP, "causal": True, "n": 40, "m": 40},
+    "bits": {"draws": NOTHING, "keep": (2, 2, 20), "bits": True},
+    "bits, causal, grouped, bias": {
+        "draws": NOTHING,
+        "keep": (2, 2, 40),
+        "bits": True,
+        "causal": True,
+        "n": 40,
+        "m": 70,
+        "g": 1,
+        "bias": (1, 2, 1),
+    },
 }
 
 
@@ -79,7 +102,8 @@ def test_equals_dense_attention(case):
     if one["draws"] == DROP_WEIGHTS:
         factor = ~drawn / (1 - RATE)
     torch.manual_seed(3)
-    ours = attention(q, k, v, mask, bias, top, *arguments, one["rate"], guard)
+    given = packed(mask.expand(b, h, n, m)) if "bits" in case else mask
+    ours = attention(q, k, v, given, bias, top, *arguments, one["rate"], guard)
     added = torch.zeros(()) if bias is None else bias.double()
     theirs = dense(*many, keep, added, 0.2, factor)
     torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-5)
@@ -90,11 +114,29 @@ def test_equals_dense_attention(case):
         torch.testing.assert_close(a, e.float(), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_errors_in_16_bits_are_those_of_torch(dtype, monkeypatch):
+def test_bits_of_a_mask():
+    """Beside Python's integers, at lengths that fill no word, one, and more."""
+    for keys in (1, 31, 32, 33, 100):
+        keep = torch.rand(2, 3, 4, keys) < 0.5
+        words = packed(keep)
+        for line, found in zip(keep.flatten(0, 2).tolist(), words.flatten(0, 2), strict=True):
+            whole = sum(bit << i for i, bit in enumerate(line))
+            expected = [whole >> (32 * i) & 0xFFFFFFFF for i in range(-(-keys // 32))]
+            assert [w & 0xFFFFFFFF for w in found.tolist()] == expected
+
+
+HALVES = [Form(torch.float16, 64, HIDE_KEYS), Form(torch.bfloat16, 64, HIDE_KEYS, causal=True)]
+HALVES += [Form(torch.bfloat16, 32, DROP_WEIGHTS), Form(torch.bfloat16, 64, HIDE_TOP, causal=True)]
+HALVES += [Form(torch.float16, 72, NOTHING, masked=BY_BITS)]
+HALVES += [Form(torch.bfloat16, 32, HIDE_KEYS, masked=BY_QUERY, biased=True)]
+HALVES += [Form(torch.float16, 32, DROP_WEIGHTS, masked=BY_KEY)]
+
+
+@pytest.mark.parametrize("form", HALVES, ids=str)
+def test_errors_in_16_bits_are_those_of_torch(form, monkeypatch):
     """As the trial on a user's card has it, on fewer tokens."""
     monkeypatch.setattr("dampen.kernels.triton.trial.TOKENS", 200 if FULL else 40)
-    assert verdict(torch.device("cpu"), dtype, 64, HIDE_KEYS) == ""
+    assert verdict(torch.device("cpu"), form) == ""
 
 
 @pytest.mark.parametrize("wrong", [0.01, float("nan")])
@@ -102,13 +144,37 @@ def test_trial_finds_a_wrong_kernel(monkeypatch, wrong):
     """Gradients that are 1 % off, or no numbers."""
     found = ([0.0, wrong, 0.0, 0.0], [1e-6] * 4, torch.tensor([0.25]))
     monkeypatch.setattr("dampen.kernels.triton.trial.errors", lambda *a: found)
-    told = verdict(torch.device("cpu"), torch.float32, 32, HIDE_TOP)
-    assert f"dq is off by {wrong:.2g}" in told
+    told = verdict(torch.device("cpu"), Form(torch.float32, 32, HIDE_TOP))
+    assert told.startswith("dq of float32 D32 hide top is off")
+    assert f"off by {wrong:.2g}" in told
+
+
+def test_trial_runs_the_kernels_with_and_without_the_guard(monkeypatch):
+    """Both are compiled for the same attention, with tiles of their own."""
+    found = ([0.0] * 4, [1e-6] * 4, torch.tensor([0.25]))
+    guards = []
+    monkeypatch.setattr(
+        "dampen.kernels.triton.trial.errors",
+        lambda device, form, guard: guards.append(guard) or found,
+    )
+    for form in (Form(torch.float32, 32, HIDE_KEYS), Form(torch.float32, 32, DROP_WEIGHTS)):
+        assert verdict(torch.device("cpu"), form) == ""
+    assert guards == [False, True, False]
+    assert Form(torch.float32, 32, HIDE_KEYS, causal=True).guards == (True,)
+    assert Form(torch.float32, 32, HIDE_KEYS, masked=BY_KEY).guards == (True,)
+    assert Form(torch.float32, 32, NOTHING, masked=BY_NONE).guards == (False,)
+
+
+def test_an_older_card_is_not_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    told = verdict(torch.device("cuda", 0), Form(torch.float16, 64, HIDE_KEYS))
+    assert told == "compute capability 7.5, older than 8.0"
 
 
 def test_problem_of_the_trial(monkeypatch):
     monkeypatch.setattr("dampen.kernels.triton.trial.TOKENS", 50)
-    ours, theirs, drawn = errors(torch.device("cpu"), torch.float32, 16, DROP_WEIGHTS, True)
+    form = Form(torch.float32, 16, DROP_WEIGHTS, causal=True)
+    ours, theirs, drawn = errors(torch.device("cpu"), form, guard=False)
     assert max(ours) < 1e-4
     assert max(theirs) < 1e-4
     assert 0.2 < drawn.float().mean().item() < 0.3

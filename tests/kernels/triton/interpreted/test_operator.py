@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 import dampen
 from dampen import DropAttention, DropHead, DropKey, HardMasking
 from dampen.kernels.attend import Needs, attend
-from dampen.kernels.triton import trial
-from dampen.kernels.triton.tiles import HIDE_KEYS
+from dampen.kernels.triton import ops, trial
+from dampen.kernels.triton.tiles import HIDE_KEYS, NOTHING, Form
 
 
 @pytest.fixture
@@ -28,12 +28,15 @@ def run(q, k, v, method, mask=None, causal=False):
     return o, kernel
 
 
-def test_opcheck():
+@pytest.mark.parametrize("bits", [False, True])
+def test_opcheck(bits):
+    """Schema, autograd, fake tensors, and a graph with dynamic sizes."""
     q, k, v = operands()
     seed, rate = torch.tensor(3), torch.tensor(0.3)
-    arguments = (q, k, v, None, None, None, seed, rate, True, 0.25, HIDE_KEYS, True)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.dampen.gpu_attention, arguments, test_utils=tests)
+    keep = torch.full((1, 2, 24, 1), 2**23 + 5, dtype=torch.int32) if bits else None
+    draws, guard = (NOTHING, False) if bits else (HIDE_KEYS, True)
+    arguments = (q, k, v, keep, None, None, seed, rate, True, 0.25, draws, guard)
+    torch.library.opcheck(ops._attention, arguments)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +120,37 @@ def test_compiled_without_a_break(tried):
 
 REFUSED = {
     "no Triton": ("Triton is not installed", {"importlib.util.find_spec": lambda name: None}),
-    "an old one": ("older than 3.2", {f"{trial.__name__}.metadata.version": lambda name: "3.1.0"}),
+    "an old one": (
+        "Triton 3.1.0 is older than 3.2",
+        {f"{trial.__name__}.metadata.version": lambda name: "3.1.0"},
+    ),
     "an unknown card": (
         "compute capability 7.5",
         {f"{trial.__name__}.verdict": lambda *a: "compute capability 7.5, older than 8.0"},
     ),
-    "a compiler that fails": (
-        "CompilationError",
+    "a card that Triton does not know": (
+        "CompilationError: ptxas fatal: Value 'sm_140' is not defined",
         {f"{trial.__name__}.errors": None, f"{trial.__name__}.verdict": trial.verdict},
     ),
+    "a kernel that computes something else": (
+        "dk of float32 D16 hide keys is off by 0.5, torch's attention by 1e-06",
+        {
+            f"{trial.__name__}.errors": lambda *a: (
+                [0.0, 0.0, 0.5, 0.0],
+                [1e-6] * 4,
+                torch.tensor([0.25]),
+            ),
+            f"{trial.__name__}.verdict": trial.verdict,
+        },
+    ),
+    "heads that do not fit": ("heads of 8 channels, not 16 to 128", {}),
+    "switched off": ("switched off by DAMPEN_TRITON=0", {}),
 }
+
+
+TRIED = {
+    "an unknown card", "a card that Triton does not know", "a kernel that computes something else"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)
@@ -134,24 +158,28 @@ def test_torch_path_says_why(tried, monkeypatch, why, tmp_path):
     """Nothing wrong is ever returned: what failed is not used, with a warning and a reason."""
     expected, patches = REFUSED[why]
     monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("DAMPEN_TRITON", "0" if why == "switched off" else "1")
     for name, value in patches.items():
         monkeypatch.setattr(name, value or _fails)
-    q, k, v = operands()
-    if why in ("an unknown card", "a compiler that fails"):
-        with pytest.warns(UserWarning, match="not used"):
-            o, kernel = run(q, k, v, DropKey(0.3))
+    heads = 4 if why == "heads that do not fit" else 2
+    net = dampen.models.ViT(image_size=8, patch_size=2, channels=1, width=32, depth=2, heads=heads)
+    reg = dampen.regularize(net, DropKey(0.3))
+    images = torch.randn(2, 1, 8, 8)
+    if why in TRIED:
+        with pytest.warns(UserWarning, match=r"not used on cpu for float32 D16 hide keys"):
+            out = net(images)
     else:
-        o, kernel = run(q, k, v, DropKey(0.3))
-    assert kernel.name in ("fused", "plain")
-    assert expected in str(kernel)
-    assert o.shape == q.shape
+        out = net(images)
+    out.sum().backward()
+    assert f"not Triton: {expected}" in str(reg)
+    assert not {"triton"} & {k.split()[0] for layer in reg.layers for k in layer.kernels.values()}
 
 
 def _fails(*args):
     class CompilationError(Exception):
         pass
 
-    raise CompilationError("ptxas")
+    raise CompilationError("ptxas fatal: Value 'sm_140' is not defined")
 
 
 @pytest.mark.parametrize("size", [8, 160])
@@ -160,22 +188,100 @@ def test_heads_that_do_not_fit(tried, size):
     assert f"heads of {size} channels" in str(run(q, k, v, DropKey(0.3))[1])
 
 
-def test_two_methods_that_draw_take_the_mask(tried):
+def test_other_methods_may_act_besides(tried):
     q, k, v = operands()
-    needs = Needs([DropKey(0.1), HardMasking(0.1)])
-    kernel = attend(q, k, v, None, 0.0, False, None, False, needs, None)[2]
-    assert "both act on the weights" in str(kernel)
     needs = Needs([DropHead(0.1), DropKey(0.1)])
-    assert attend(q, k, v, None, 0.0, False, None, False, needs, None)[2].name == "triton"
+    kernel = attend(q, k, v, None, 0.0, False, None, False, needs, None)[2]
+    assert (kernel.name, kernel.way) == ("triton", "")
+    needs = Needs([DropKey(0.1), DropAttention(0.1, window=2, normalized=False)])
+    kernel = attend(q, k, v, None, 0.0, False, None, False, needs, None)[2]
+    assert "not Triton: drop_key and drop_attention need more" in str(kernel)
+
+
+BITS = {
+    "block": [DropKey(0.4, unit="block", window=3)],
+    "cross": [DropKey(0.4, unit="cross", window=2)],
+    "windows": [DropAttention(0.4, window=3)],
+    "two": [DropKey(0.3), HardMasking(0.5)],
+    "columns and elements": [DropKey(0.3, unit="column"), DropKey(0.2)],
+}
+
+
+@pytest.mark.parametrize("methods", BITS.values(), ids=BITS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_hides_keys_together_keeps_one_bit_a_score(tried, monkeypatch, methods, causal):
+    """Beside the path of a mask, under the same seed; all queries in one chunk, and in several."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 40, 16, requires_grad=True)
+    k, v = (torch.randn(2, 1, 40, 16, requires_grad=True) for _ in range(2))
+    weight = torch.randn(2, 2, 40, 16)
+    needs = Needs(methods)
+
+    def run_once(why):
+        monkeypatch.setattr(trial, "refused", lambda *a: why)
+        needs.kernels.clear()
+        torch.manual_seed(4)
+        o, _, kernel = attend(q, k, v, None, 0.0, causal, None, True, needs, None)
+        return kernel, o, *torch.autograd.grad(o, (q, k, v), weight)
+
+    kernel, *ours = run_once("")
+    assert (kernel.name, kernel.way) == ("triton", "bits")
+    other, *theirs = run_once("switched off")
+    assert other.name in ("fused", "plain")
+    for a, e in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("dampen.kernels.triton.fit.rows_in_memory", lambda *a, **_: 16)
+    chunked = run_once("")[1]
+    assert chunked.isfinite().all()
+    assert not torch.equal(chunked, ours[0])  # the draws of three chunks are not those of one
+
+
+def test_bits_keep_the_models_mask(tried):
+    """Padding, and a query that the model shows nothing."""
+    q, k = (torch.randn(2, 2, 36, 16) for _ in range(2))
+    eye = torch.eye(36).expand(2, 2, 36, 36)
+    mask = torch.ones(2, 1, 36, 36, dtype=torch.bool)
+    mask[1, :, :, 30:] = False
+    mask[0, :, 7] = False
+    q, k = (F.pad(t, (0, 20)) for t in (q, k))
+    method = DropKey(0.5, unit="block", window=2)
+    a, kernel = run(q, k, eye, method, mask)
+    assert kernel.way == "bits"
+    assert (a[~mask.expand_as(a)] == 0).all()
+    sums = torch.ones(2, 2, 36)
+    sums[0, :, 7] = 0
+    torch.testing.assert_close(a.sum(-1), sums)
+    assert ((a == 0) & mask).any()
+
+
+def test_bits_are_compiled_without_a_break(tried):
+    method = DropKey(0.3, unit="cross")
+    q, k, v = operands(n=25)
+    compiled = torch.compile(
+        lambda q, k, v: dampen.attention(q, k, v, regularizers=[method]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    o = compiled(q, k, v)
+    assert o.isfinite().all()
+    torch.autograd.grad(o.sum(), (q, k, v))
 
 
 def test_verdict_is_kept(tried, monkeypatch, tmp_path):
     monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path))
     asked = []
     monkeypatch.setattr(trial, "verdict", lambda *a: asked.append(a) or "")
-    q = operands()[0]
+    form = Form(torch.float32, 16, HIDE_KEYS)
     for _ in range(2):
         trial._verdicts.clear()  # another process
-        assert trial.refused(q, torch.float32, HIDE_KEYS) == ""
+        assert trial.refused(torch.device("cpu"), form) == ""
     assert len(asked) == 1
-    assert [p.name[:4] for p in tmp_path.iterdir()] == ["gpu-"]
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("gpu-")
+    for other in (form._replace(size=24), form._replace(causal=True), form._replace(masked=1)):
+        assert trial.refused(torch.device("cpu"), other) == ""
+    assert len(asked) == 4
+    path.write_text("cut off")
+    trial._verdicts.clear()
+    assert trial.refused(torch.device("cpu"), form) == ""
+    assert len(asked) == 5

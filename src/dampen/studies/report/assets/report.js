@@ -438,7 +438,8 @@
   const narrow = (spec) => {
     const named = (spec.layer || []).some((l) => l.mark && l.mark.type === "text" && l.encoding.text && l.encoding.text.field === "text");
     if (named) {
-      spec.layer = spec.layer.filter((l) => l.mark.type !== "text" && l.mark.type !== "rule");
+      const leads = (l) => l.encoding.y && l.encoding.y.field === "at";  // the names, and the lines that lead to them
+      spec.layer = spec.layer.filter((l) => !leads(l));
       spec.layer.forEach((l) => ["color", "shape"].forEach((channel) => {
         if (l.encoding[channel] && l.encoding[channel].field === "row") l.encoding[channel].legend = { title: null, orient: "bottom", columns: 1, labelLimit: 300, symbolLimit: 0 };
       }));
