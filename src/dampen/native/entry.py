@@ -313,22 +313,6 @@ def kept_keys(
     return kept.view(torch.bool)
 
 
-def weights_of(s: Tensor, keep: Tensor | None, seed: int, rate: float) -> Tensor:
-    """The softmax of contiguous scores (B, H, N, M) with keys hidden at random; `keep` (B, H, N, M)
-    is the model's mask."""
-    require((s,))
-    if keep is not None:
-        require((keep,), torch.bool)
-    a = torch.empty_like(s)
-    kernels = library.loaded or library.library()
-    strides = (0, 0, 0, 0) if keep is None else keep.stride()
-    if refused := kernels.dampen_weights(
-        *_at(s), *_at(a), *_at(keep), *s.shape, *strides, rate, seed, torch.get_num_threads()
-    ):
-        _raise_refused(refused)
-    return a
-
-
 def dropped(x: Tensor, seed: int, rate: float) -> Tensor:
     """Inverted dropout of a contiguous tensor."""
     require((x,))

@@ -104,40 +104,6 @@ const char* dampen_mask(u8* hidden, i64 room_hidden, i64 slabs, i64 N, i64 M, do
   return nullptr;
 }
 
-// a (B, H, N, M) <- the softmax of scores s over the keys, hiding those that `dampen_attention` hides under the same seed.
-// A row of which the mask shows nothing gets NaN, as the softmax of -inf alone does.
-const char* dampen_weights(const float* s, i64 room_s, float* a, i64 room_a, const u8* mask, i64 room_mask, i64 B, i64 H,
-                           i64 N, i64 M, i64 m0, i64 m1, i64 m2, i64 m3, double rate, u64 seed, i64 threads) {
-  if (auto bad = bad_rate(rate)) return bad;
-  for (i64 size : {B, H, N, M})
-    if (size < 1 || size > LARGEST) return "a size below 1 or above 2^31";
-  if (threads < 1 || threads > 4096) return "a number of threads outside 1 to 4096";
-  if (auto bad = bad_strided(s, {B * H, N * M}, {N * M, 1}, room_s)) return bad;
-  if (auto bad = bad_strided(a, {B * H, N * M}, {N * M, 1}, room_a)) return bad;
-  Problem p{};
-  p.B = B, p.H = H, p.N = N, p.M = M, p.mode = 1, p.rate = rate, p.seed = seed, p.mask = mask, p.room_mask = room_mask;
-  p.smask[0] = m0, p.smask[1] = m1, p.smask[2] = m2, p.smask[3] = m3;
-  if (auto bad = bad_mask(p)) return bad;
-  const u32 thr = threshold(rate, seed);
-#pragma omp parallel num_threads((int)threads) if (threads > 1)
-  {
-    std::vector<u16> room;
-#pragma omp for schedule(static)
-    for (i64 slab = 0; slab < B * H; slab++)
-      for (i64 i = 0; i < N; i++) {
-        float* row = a + (slab * N + i) * M;
-        std::memcpy(row, s + (slab * N + i) * M, sizeof(float) * M);
-        const u16* draw = draws(seed, KEYS, slab, (u64)i * M, (u64)M, room);
-        float largest;
-        hide(p, thr, slab / H, slab % H, i, row, (int)M, draw, nullptr, false, nullptr, largest);
-        const float inverse = 1 / weigh(row, (int)M, largest);
-#pragma omp simd
-        for (i64 j = 0; j < M; j++) row[j] *= inverse;
-      }
-  }
-  return nullptr;
-}
-
 const char* dampen_draws(u16* out, i64 room_out, i64 count, u64 seed, i64 stream, u64 slab) {
   if (stream < KEYS || stream > FEATURES) return "an unknown stream of draws";
   if (auto bad = bad_strided(out, {count}, {1}, room_out)) return bad;

@@ -392,7 +392,6 @@ def _declare(kernels: ctypes.CDLL) -> None:
         "dampen_taps_backward": [pointer, i64],
         "dampen_dropout": [*memory, *memory, i64, f64, u64, i64],
         "dampen_factors": [*memory, i64, f64, u64],
-        "dampen_weights": [*memory, *memory, *memory, *[i64] * 8, f64, u64, i64],
         "dampen_mask": [*memory, i64, i64, i64, f64, u64],
         "dampen_draws": [*memory, i64, u64, i64, u64],
     }

@@ -35,9 +35,7 @@ from dampen.native.entry import (
     settled,
     spread_squares,
     sum_squares,
-    transformed,
     unreadable,
-    weights_of,
 )
 
 __all__ = [
@@ -48,11 +46,9 @@ __all__ = [
     "draws",
     "dropout",
     "fits_tap",
-    "fits_weights",
     "hidden_keys",
     "tap_gradient",
     "tap_sums",
-    "weights",
 ]
 
 
@@ -100,34 +96,6 @@ def attention(
 def _drawn() -> Tensor:
     """From torch's global generator, as every draw: a checkpoint's recompute draws it again."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
-
-
-def fits_weights(s: Tensor, keep: Tensor | None) -> bool:
-    """Whether `weights` can take these scores and this mask.
-
-    Args:
-        s: scores (B, H, N, M) as the model computed them.
-        keep: bool, True may be seen; None: all.
-    """
-    if torch.compiler.is_compiling() or count_dispatch_modes() or transformed():
-        return False
-    if not s.is_contiguous() or not s.numel() or unreadable(s):
-        return False
-    return keep is None or not unreadable(keep, torch.bool)
-
-
-def weights(s: Tensor, keep: Tensor | None, rate: float | Tensor) -> Tensor:
-    """softmax(s) with random keys hidden from each query: those that `attention` hides under the
-    same seed.
-
-    Args:
-        s: contiguous scores (B, H, N, M), in which the model has hidden keys already.
-        keep: the keys that it shows, which broadcasts to s; None: all.
-        rate: probability that a key is hidden from a query.
-    """
-    keep = None if keep is None else keep.expand(s.shape)
-    out: Tensor = _Weights.apply(s, keep, int(_drawn().item()), float(rate))
-    return out
 
 
 FACTORS_UP_TO = 2**18
@@ -222,20 +190,6 @@ class _Attention(torch.autograd.Function):
             kept = kept_keys(queries, keys, keep, top, ctx.settings)
             return (*_again(grad, q, k, v, kept, ctx.settings.scale), None, None)
         return (*_backward(grad, q, k, v, o, lse, top, keep, ctx.settings), None, None)
-
-
-class _Weights(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, s: Tensor, keep: Tensor | None, seed: int, rate: float) -> Tensor:
-        a = weights_of(s, keep, seed, rate)
-        ctx.save_for_backward(a)
-        return a
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # what is hidden has the weight 0, so the gradient of a softmax is 0 there
-        (a,) = ctx.saved_tensors
-        return torch._softmax_backward_data(grad, a, -1, a.dtype), None, None, None
 
 
 class _Dropout(torch.autograd.Function):

@@ -47,7 +47,6 @@ from dampen.hooks.tracing.scores import (
     Plain,
     are_exponentials,
     fit,
-    native_weights,
     read_model_mask,
     read_plain,
     stages_of_scores,
@@ -743,9 +742,6 @@ class EagerAttention:
         layout: Any = product.layout
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
-        native = native_weights(s, product, regularizers, self.call)
-        if native is not None:
-            return layout.unfold(native)  # type: ignore[no-any-return]
         s = stages_of_scores(s, q, k, regularizers, self.call)
         return product.softmax.again(layout.unfold(s), product.scores)
 

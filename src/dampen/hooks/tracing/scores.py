@@ -14,7 +14,6 @@ from dampen._torch import has_numbers
 from dampen.hooks.tracing.products import name_of
 from dampen.kernels.kernel import HIDE, adds_to_hide
 from dampen.masks import ModelMask, hides, keep_keys, mask_memory, versions_of
-from dampen.native.library import available
 
 if TYPE_CHECKING:
     from dampen.hooks.context import AttentionSite
@@ -60,30 +59,6 @@ def stages_of_scores(
         # the softmax gives both the weight 0; the backward of a sum is free
         return torch.add(s, dropped.view(torch.uint8), alpha=HIDE)
     return s.masked_fill(dropped, float("-inf"))
-
-
-def native_weights(
-    s: Tensor, product: Product, regularizers: Sequence[Regularizer], call: Call
-) -> Tensor | None:
-    """The weights of some scores (B, H, N, M) where all that happens to them is that one method hides keys at random and
-    the model takes their softmax: by the native kernel, in one pass. None where it cannot."""
-    softmax = product.softmax
-    if softmax is None or softmax.source is not product.scores or product.keys is not None:
-        return None
-    plain = name_of(softmax.func) == "softmax" and len(softmax.args) < 3
-    if not plain or product.steps or softmax.kwargs.get("dtype") is not None:
-        return None
-    if call.blind is not None or any("logits" in r.stages for r in regularizers):
-        return None
-    hiding = [r for r in regularizers if "mask" in r.stages]
-    how = hiding[0].native_hiding(s.shape[-1]) if len(hiding) == 1 and available() else None
-    if how is None or how[1] is not None:
-        return None
-    from dampen.native import ops  # only where it was built
-
-    if not ops.fits_weights(s, call.mask):
-        return None
-    return ops.weights(s, call.mask, how[0])
 
 
 def read_model_mask(product: Product, layout: Layout, site: AttentionSite) -> ModelMask | None:
