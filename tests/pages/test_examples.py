@@ -40,11 +40,15 @@ def test_an_example_is_compared_with_three_methods(name, tmp_path):
 def test_every_example_is_tested():
     own = {"timm_image_folder.py", "my_method.py"}  # below
     elsewhere = {"finetune_minilm_rdrop.py"}  # in tests/integrations/test_guides.py
-    assert {p.name for p in EXAMPLES.glob("*.py")} == set(ROWS) | own | elsewhere
+    recognized = {"lora_trl.py", "speech_whisper.py", "modernbert.py", "ft_transformer.py"}
+    recognized |= {"patchtst.py", "diffusion.py"}  # in test_recognized_examples.py
+    assert {p.name for p in EXAMPLES.glob("*.py")} == set(ROWS) | own | elsewhere | recognized
     assert {p.name for p in EXAMPLES.glob("*.ipynb")} == {
         "compare.ipynb",
+        "finetune_bert.ipynb",
         "gpu_check.ipynb",  # needs a GPU
         "reading_a_study.ipynb",
+        "timm_vit.ipynb",
     }
 
 
@@ -126,3 +130,19 @@ def test_the_notebook_that_reads_a_study_runs(tmp_path, monkeypatch):
         "dataframe" in html and "explicit_dropout" in html for html in texts
     )  # differences seed by seed
     assert (tmp_path / "toy.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("finetune_bert.ipynb", "hidden_dropout"), ("timm_vit.ipynb", "patch_dropout")],
+)
+def test_a_notebook_compares_and_shows_its_study(name, method, tmp_path, monkeypatch):
+    outputs = executed(name, tmp_path, monkeypatch)
+    assert any("<svg" in html and method in html for html in shown(outputs, "text/html"))
+
+
+def test_every_example_is_listed_on_the_site():
+    page = (EXAMPLES.parent / "docs" / "start.md").read_text()
+    assert [p.name for p in EXAMPLES.glob("*.*") if f"`{p.name}`" not in page] == []
