@@ -121,12 +121,12 @@ def test_studies_are_counted_by_their_regime():
 def test_studies_on_the_same_examples_share_a_split():
     split = {c.record: c.split for c in regimes.cases()}
     assert (
-        split["small_data/results/demo.json.xz"]
+        split["attentiondrop/results/sweeps_digits-study.json.xz"]
         == split["attentiondrop/results/digits-study.json.xz"]
     )
     assert (
         split["small_data/results/demo.json.xz"]
-        != split["small_data/results/weight_decay_digits.json.xz"]
+        != split["attentiondrop/results/digits-study.json.xz"]
     )  # drawn with the seed
 
 
