@@ -36,7 +36,6 @@ FORMS = {
     "bits": {"MASKED": 3},
 }
 TYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
-LIGHT = ("plain", "hide keys", "bits")
 WARPGROUPS = ("sm_90", "sm_100")
 WITHIN = 0.10
 
@@ -69,10 +68,13 @@ def compile_one(target: str, kernel: str, form: str, size: int, dtype: str) -> d
     from dampen.kernels.triton import device
     from dampen.kernels.triton.tiles import padded, tile_of
 
-    tile = tile_of(kernel, size, TYPES[dtype], target in WARPGROUPS, form not in LIGHT)
+    kind = {"DRAWS": 0, "GUARD": False, "MASKED": 0, "BIASED": False, "CAUSAL": False}
+    kind |= FORMS[form]
+    draws, guard, masked, biased, _ = kind.values()
+    chosen = (TYPES[dtype], target in WARPGROUPS, draws, guard, masked, biased)
+    tile = tile_of(kernel, size, *chosen)
     constants = {
-        "DRAWS": 0, "GUARD": False, "CAUSAL": False, "MASKED": 0, "BIASED": False, **FORMS[form],
-        "PRECISION": "tf32" if dtype == "fp32" else "ieee", "D": size, "BD": padded(size),
+        **kind, "PRECISION": "tf32" if dtype == "fp32" else "ieee", "D": size, "BD": padded(size),
         "BM": tile.queries, "BN": tile.keys,
     }  # fmt: skip
     function = getattr(device, kernel)

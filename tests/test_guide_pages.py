@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = [DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "guides").glob("*.md"))]
+PAGES = [
+    DOCS / "index.md",
+    DOCS / "start.md",
+    DOCS / "audit.md",
+    *sorted((DOCS / "guides").glob("*.md")),
+]
 
 
 def snippets(page: Path) -> list[str]:

@@ -307,7 +307,7 @@ class Handle(OldNames):
         """
         taken = self.penalties()
         device = next((p.device for p in self.model.parameters()), None)
-        return sum(taken.values(), start=torch.zeros((), device=device))
+        return sum(taken.values(), start=torch.zeros((), dtype=torch.float32, device=device))
 
     def penalties(self) -> dict[str, Tensor]:
         """Take the penalties made since they were last taken, by method and term, summed over layers and forwards:

@@ -92,7 +92,7 @@ def few_kept(
         device: of the result.
         guard: keep at least one of each row.
     """
-    draws = torch.rand(tuple(shape), device=device)
+    draws = torch.rand(tuple(shape), dtype=torch.float32, device=device)
     if not guard:
         return draws.ge_(rate)
     largest = draws.amax(-1, keepdim=True)
@@ -122,7 +122,7 @@ def _draws(
         draws = draws[:size]
     draws = draws.view(tuple(shape))
     # floor(t + u) is t in the mean, floor(t) would make 0.1 a rate of 0.09999
-    dither = torch.rand((), device=device)
+    dither = torch.rand((), dtype=torch.float32, device=device)
     if isinstance(rate, Tensor) or words.device.type != "cpu" or not has_numbers(words):
         threshold = torch.as_tensor((rate * 65536 + dither).floor() - 32768)
         within = not isinstance(rate, Tensor) and rate <= 1 - 2**-16

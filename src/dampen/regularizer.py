@@ -400,7 +400,7 @@ class Regularizer(nn.Module):
             as_schedule(value, f"{type(self).__name__}({name}=...)", high),
             high,
         )
-        self.register_buffer(name, torch.zeros(()), persistent=False)
+        self.register_buffer(name, torch.zeros((), dtype=torch.float32), persistent=False)
         self._numbers.pop(name, None)
         self.at(self._progress)
 

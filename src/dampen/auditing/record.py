@@ -289,11 +289,20 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         o = self.observer
         o.functions.append(getattr(func, "__name__", ""))
-        if func is F.scaled_dot_product_attention:
+        attends = F.scaled_dot_product_attention
+        if func is attends:
             o.requested = _choices(*args, **kwargs)
+
+        def seen(*args: Any, **kwargs: Any) -> Tensor:
+            o.requested = _choices(*args, **kwargs)
+            return attends(*args, **kwargs)
+
         try:
+            if func is F.multi_head_attention_forward:  # what it calls, this mode does not see
+                F.scaled_dot_product_attention = seen
             out = func(*args, **kwargs)
         finally:
+            F.scaled_dot_product_attention = attends
             o.functions.pop()
             o.requested = {}
         if func is F.multi_head_attention_forward and isinstance(out[1], Tensor):
@@ -317,7 +326,8 @@ def _choices(
     if query.is_nested:
         return found
     if attn_mask is not None:
-        found["form"] = _form(attn_mask.detach())
+        if not attn_mask.requires_grad:  # a learned bias hides nothing, and cannot be left out
+            found["form"] = _form(attn_mask)
         found["mask"] = sdp_choice(query, key, value, None, dropout_p, is_causal, **more)
     if dropout_p > 0:
         found["dropout"] = sdp_choice(query, key, value, attn_mask, 0.0, is_causal, **more)

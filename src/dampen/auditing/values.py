@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,10 @@ from dampen.auditing.record import (
 )
 from dampen.auditing.report import Audit, AuditFinding
 from dampen.containers import tensors_in, with_tensors
+from dampen.handle import regularize
 from dampen.hooks.discover.sites import find_layers
+from dampen.hooks.patch import remove
+from dampen.regularizer import BranchCall, Regularizer
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Relative difference that counts as a leak between samples; 2e-2 for 16-bit numbers."""
@@ -210,7 +214,7 @@ def _find_kernels(model: nn.Module, audit: Audit, record: Events, outputs: set[i
             audit.findings.append(
                 AuditFinding(
                     "attention_kernel", "note", tuple(dict.fromkeys(names)),
-                    f"gets a mask that {'is causal' if form == 'causal' else form}",
+                    f"gets a mask that {_FORMS[form]}",
                     "On CUDA every mask rules flash out, and a slower kernel runs.", change,
                 )
             )  # fmt: skip
@@ -247,9 +251,11 @@ _REASONS = {
     ),
 }
 """Why attention is not fused: what it means, and the line that changes it."""
+_FORMS = {"causal": "is causal", "hides nothing": "hides nothing", "other": "hides some keys"}
 _MASKS = {
     "causal": "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     "hides nothing": "pass attn_mask=None",
+    "other": "nothing to do for padding; torch.nn.attention.flex_attention stays fused under a window or a bias",
 }
 
 
@@ -390,6 +396,21 @@ def _differ(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
     return bool(both.numel()) and float(both.max()) > limit * max(scale, 1e-12)
 
 
+class BranchCounter(Regularizer):
+    """Counts the residual branches of a forward, and changes nothing. No paper: a probe of the audit."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = [counts]  # in a list: clones of this probe share it
+
+    def branch(self, b: Tensor, call: BranchCall) -> Tensor:
+        self.counts[0][call.role] += 1
+        return b
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BranchCounter:
+        return BranchCounter(self.counts[0])
+
+
 def examine_structure(s: AuditedModel, audit: Audit) -> None:
     """Depth, attentions and residual branches, as dampen finds them.
 
@@ -404,5 +425,26 @@ def examine_structure(s: AuditedModel, audit: Audit) -> None:
         audit.facts["layers with attention"] = 0
         return
     audit.facts["layers with attention"] = len(plans)
-    audit.facts["residual branches"] = sum(plan.branches for plan in plans)
-    audit.tested["residual branches"] = "found in the modules and their code"
+    name = "residual branches"
+    if "_dampen_model" in vars(s.model):
+        audit.facts[name] = sum(plan.branches for plan in plans)
+        audit.tested[name] = "expected from the modules, because the model is regularized"
+        return
+    counts: Counter[str] = Counter()
+
+    def attach() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            regularize(s.model, BranchCounter(counts))
+
+    try:
+        s.run(True, light=True, change=attach)
+    except (ValueError, TypeError, RuntimeError) as error:  # branches that cannot be followed
+        audit.facts[name] = None
+        audit.tested[name] = f"not tested: {str(error).splitlines()[0]}"
+        return
+    finally:
+        if "_dampen_model" in vars(s.model):
+            remove(s.model)
+    audit.facts[name] = sum(counts.values())
+    audit.tested[name] = "additions of a training forward, followed"

@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Measure how much your baseline varies between seeds.",
     ),
     "report": ("dampen.cli.report:report", "Write the report of finished runs."),
+    "audit": (
+        "dampen.cli.audit:audit",
+        "Does my dropout do anything? Am I overfitting?",
+    ),
     "bench": ("dampen.cli.measure:bench", "Measure what each method costs."),
     "diagnose": (
         "dampen.cli.measure:diagnose",
@@ -46,11 +50,12 @@ PANELS = {
     "noise": "Compare",
     "run": "Compare",
     "report": "Read results",
+    "audit": "Measure",
     "bench": "Measure",
     "diagnose": "Measure",
 }
 """The panel of the help that lists a command; the others are in the last one."""
-LOADS_TORCH = ("bench", "compare", "demo", "diagnose", "doctor", "noise", "run")
+LOADS_TORCH = ("audit", "bench", "compare", "demo", "diagnose", "doctor", "noise", "run")
 WIDEST = 100
 """Columns of the help, also on a wider terminal."""
 NEEDED = ("typer", "rich", "msgspec", "numpy", "scipy")
@@ -71,8 +76,8 @@ dampen compare --data digits --methods "drop_key(rate=0.3), drop_path" --seeds 5
 
 dampen run my_recipe.toml --dry-run
 
-Exit codes: 0 done, 1 some runs failed, 2 wrong usage or recipe, 3 data missing or damaged, 4 folder in use, 5 a loss
-became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
+Exit codes: 0 done, 1 some runs failed or an audit found a problem, 2 wrong usage or recipe, 3 data missing or damaged,
+4 folder in use, 5 a loss became NaN, 6 disk full, 130 interrupted (run the same command again to resume)."""
 
 
 def available() -> dict[str, tuple[str, str]]:

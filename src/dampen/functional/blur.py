@@ -104,7 +104,7 @@ def minus_squares(near: Neighbors) -> Tensor:
         .expand_as(near.exists)
         .masked_fill(~near.exists, float("inf"))
     )
-    out = torch.full((keys, keys), float("-inf"), device=near.key.device)
+    out = torch.full((keys, keys), float("-inf"), dtype=torch.float32, device=near.key.device)
     # where there is none, `key` names any key, with -inf
     return out.scatter_reduce(1, near.key, distances, "amax")
 

@@ -47,7 +47,7 @@ def device_of(model: nn.Module) -> torch.device:
 def logit(value: float) -> float:
     """log(p / (1 - p)), with p kept off 0 and 1."""
     p = min(max(value, 1e-3), 1 - 1e-3)
-    return torch.logit(torch.tensor(p)).item()
+    return torch.logit(torch.tensor(p, dtype=torch.float32)).item()
 
 
 def per_head(values: Tensor, heads: int, name: str, grouped: bool = False) -> Tensor:
@@ -92,7 +92,7 @@ def soft_bernoulli(log_odds: Tensor, shape: Any, temperature: float) -> Tensor:
     sigmoid((logit p + log u - log(1 - u)) / T), u ~ U(0, 1); with T to 0 it is 1 with probability
     p, else 0.
     """
-    u = torch.rand(shape, device=log_odds.device).clamp(1e-6, 1 - 1e-6)
+    u = torch.rand(shape, dtype=torch.float32, device=log_odds.device).clamp(1e-6, 1 - 1e-6)
     return ((log_odds + u.logit()) / temperature).sigmoid()
 
 

@@ -223,9 +223,7 @@ class Socket(TorchFunctionMode):
     @staticmethod
     def _hides_no_key(call: Call) -> bool:
         """Whether every key is seen by some query, so that no token is padding, whichever keys are its tokens."""
-        return (
-            not torch.compiler.is_compiling() and call.valid is not None and bool(call.valid.all())
-        )
+        return call.valid is not None and _is_whole(call.valid)
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
         """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
@@ -355,12 +353,17 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
         )
     if site.layer.padding is not None and call.valid is not None:
         site.layer.padding.report(call.valid)
-    if frame.early and frame.valid is not None:
+    if frame.early and frame.valid is not None and not _is_whole(frame.valid):
         raise RuntimeError(
             f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
             "says which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms "
             "out, or give batches without padding."
         )
+
+
+def _is_whole(valid: Tensor) -> bool:
+    """Whether no token is padding; a graph cannot ask for what is in a tensor."""
+    return not torch.compiler.is_compiling() and bool(valid.all())
 
 
 def pass_by(

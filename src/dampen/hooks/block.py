@@ -406,10 +406,11 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             return _convolve(base, self, site, work.methods, input)
         weight = self.weight if kind == "linear" else weight_of(self, kind)
         routing = frame.routing if frame is not None and site.expert else None
+        here = work.roles.get(site.role) or work.at_role(site.role)
         if routing is not None:
             valid = routing.rows(input)
-        elif frame is not None and (work.valid or frame.valid is not None):
-            valid = layer_valid(layer, frame, input, site.role, work.valid)
+        elif frame is not None and (here.valid or frame.valid is not None):
+            valid = layer_valid(layer, frame, input, site.role, here.valid)
         else:
             valid = None
         call = LinearCall(site.role, input, weight, self.bias, self, layer.site, valid)
@@ -429,7 +430,6 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return cast(Tensor, y.unflatten(0, x.shape[:-1]))
             return F.linear(x, w, bias)
 
-        here = work.roles.get(site.role) or work.at_role(site.role)
         y = run_linear(frame, here, call, multiply, plain)
         return y if routing is None else routing.put(y, valid)
 

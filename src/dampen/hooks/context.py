@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dampen.hooks.library_backends import FlashFunction
     from dampen.hooks.model import Padding
     from dampen.hooks.residual import Memory, ResidualSocket
+    from dampen.hooks.tracing.channels import Heads
     from dampen.hooks.weights import AttachedOptimizer
     from dampen.kernels.attend import Needs
     from dampen.regularizer import Call
@@ -93,6 +94,7 @@ class AtRole:
         self.operands = [r for r in here if "operands" in r.stages]
         self.multiplying = [r for r in here if r.multiplies]
         self.product = [r for r in here if "product" in r.stages]
+        self.valid = any(r.needs_valid for r in here)
 
 
 class AtWork:
@@ -299,9 +301,7 @@ class AttentionSite:
         self.follow: bool | None = (
             None  # whether channels are followed to the attention; None: not known yet
         )
-        self.told: dict[
-            int, tuple[int | None, int]
-        ] = {}  # leading axes -> axis of the heads, and how many
+        self.told: dict[int, Heads] = {}  # leading axes -> where the heads are
         self.cuts: dict[
             str, tuple[str, Any]
         ] = {}  # q, k, v -> map and rows, where they are unusual

@@ -6,7 +6,13 @@ import re
 from typing import TYPE_CHECKING
 
 from dampen.hooks.builtin_dropout import describe_own
-from dampen.hooks.discover.sites import find_attentions, find_layers, find_outside, parts_of
+from dampen.hooks.discover.sites import (
+    find_attentions,
+    find_layers,
+    find_outside,
+    find_unnamed,
+    parts_of,
+)
 from dampen.native import library
 from dampen.regularizer import ATTENTION_STAGES, MODEL_STAGES, Regularizer, needs_matrix
 
@@ -108,14 +114,18 @@ def _coverage(reg: Handle) -> list[str]:
 
 
 def _outside(reg: Handle) -> list[str]:
-    """The feed-forward layers and residual blocks that lie in no layer, beside the methods that do not reach them:
-    convolutional stages, a feed-forward that the model itself holds."""
+    """What lies in no layer, beside the methods that do not reach it: feed-forward layers and residual blocks
+    (convolutional stages, a feed-forward that the model itself holds), attention whose names do not show it."""
     layers = find_layers(reg.model, whole_stacks=True)
+    unnamed = find_unnamed(reg.model)
     lines = []
     for m in {type(m).__name__: m for m in reg.methods}.values():
-        for part in sorted(parts_of(m) & {"blocks", "feed-forward"}):
+        for part in sorted(parts_of(m)):
             reached = sum(part in layer.reached.get(m.name, ()) for layer in reg.layers)
-            left = find_outside(reg.model, layers, residual=part == "blocks")
+            of_attention = part in ("attention", "projections")
+            left = unnamed
+            if not of_attention:
+                left = find_outside(reg.model, layers, residual=part == "blocks")
             if left and m.stages != {"tokens"}:
                 lines.append(
                     f"  (outside)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers, and not in "

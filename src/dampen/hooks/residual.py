@@ -745,6 +745,9 @@ class OfLayer:
     def leave(self, out: Any) -> None:
         self.socket.leave(out)
 
+    def see_queries(self, q: Tensor) -> None:
+        self.socket.see_queries(q)
+
 
 def owner_forward(base: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module that runs layers which are no modules, with the stage branch open."""

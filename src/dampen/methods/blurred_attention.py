@@ -123,11 +123,13 @@ class BlurredAttention(Regularizer):
 
     def _make_parameter(self, heads: int, device: torch.device) -> None:
         start = max(self.sigma.item(), 1e-3)
-        self.log_sigma = nn.Parameter(torch.full((heads,), math.log(start), device=device))
+        value = torch.full((heads,), math.log(start), dtype=torch.float32, device=device)
+        self.log_sigma = nn.Parameter(value)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         near, squares = self._neighbors(k.shape[2], k.device)
-        drawn = torch.rand((k.shape[1], 1, 1) if self.draw == "head" else (), device=k.device)
+        shape = (k.shape[1], 1, 1) if self.draw == "head" else ()
+        drawn = torch.rand(shape, dtype=torch.float32, device=k.device)
         if squares is None or call.mask is not None or call.is_causal:
             weights = kernel_weights(
                 near, seen_together(near, call), drawn * self._largest(k.shape[1]), self.edge

@@ -74,7 +74,9 @@ class ConcreteDropout(Regularizer):
             found |= {"q", "k", "v"}  # it has no modules for them
         # parameters of the clone itself: those of a child would enter the model's state_dict
         for role in sorted(self.roles & found):
-            start = torch.full((1,), logit(self.rate.item()), device=device_of(model))
+            start = torch.full(
+                (1,), logit(self.rate.item()), dtype=torch.float32, device=device_of(model)
+            )
             self.register_parameter(f"{role}_log_odds", nn.Parameter(start))
 
     def operands(self, x: Tensor, weight: Tensor, call: LinearCall) -> tuple[Tensor, Tensor]:

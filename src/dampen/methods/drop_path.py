@@ -68,8 +68,12 @@ class DropPath(Regularizer):
         # At least one sample is computed: a sublayer need not be able to run on none
         count = max(1, math.ceil(keep_rate * batch - 1e-9))
         order = torch.randperm(batch, device=x.device)
-        last_stays = torch.rand((1,), device=x.device) < keep_rate * batch - (count - 1)
-        mask = torch.zeros(batch, device=x.device).index_fill(0, order[: count - 1], 1.0)
+        last_stays = torch.rand((1,), dtype=torch.float32, device=x.device) < keep_rate * batch - (
+            count - 1
+        )
+        mask = torch.zeros(batch, dtype=torch.float32, device=x.device).index_fill(
+            0, order[: count - 1], 1.0
+        )
         mask = mask.index_copy(0, order[count - 1 : count], last_stays.float()) / keep_rate
         kept = None if count == batch else order[:count].sort().values
         memory[self.serial] = kept, mask

@@ -169,7 +169,7 @@ class HardMasking(Regularizer):
     def _make_parameters(self, heads: int, device: torch.device) -> None:
         start = {"rate": self.rate.item(), "top": self.top}
         for name in sorted(self.learn):
-            value = torch.full((heads,), logit(start[name]), device=device)
+            value = torch.full((heads,), logit(start[name]), dtype=torch.float32, device=device)
             self.register_parameter(f"{name}_log_odds", nn.Parameter(value))
 
     @property

@@ -73,5 +73,5 @@ def squared_cosine(o: Tensor, valid: Tensor | None = None) -> Tensor:
         pairs = cosine.triu(1).square().sum((-2, -1))
     if valid is None:
         return pairs.sum() / (heads * (heads - 1) / 2 * batch * tokens)
-    total = (valid.sum() * (batch // valid.shape[0])).clamp(min=1)
+    total = (valid.sum() * (batch // valid.shape[0])).clamp(min=1).to(pairs.dtype)
     return pairs.masked_fill(~valid, 0).sum() / (heads * (heads - 1) / 2 * total)

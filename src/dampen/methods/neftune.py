@@ -58,7 +58,7 @@ class NEFTune(Regularizer):
             )
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        noise = torch.rand(x.shape, device=x.device) * 2 - 1
+        noise = torch.rand(x.shape, dtype=torch.float32, device=x.device) * 2 - 1
         if self.symmetric:
             half = len(x) // 2
             first = noise[: len(x) - half].sign()

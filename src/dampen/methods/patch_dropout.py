@@ -92,7 +92,8 @@ class PatchDropout(Regularizer):
                 f"PatchDropout keeps {prefix} prefix tokens, but there are only {tokens} tokens."
             )
         count = max(1, round((1 - self.share) * patches))
-        drawn = torch.rand(batch, patches, device=x.device).argsort(-1)[:, :count].sort(-1).values
+        draws = torch.rand(batch, patches, dtype=torch.float32, device=x.device)
+        drawn = draws.argsort(-1)[:, :count].sort(-1).values
         first = torch.arange(prefix, device=x.device).expand(batch, -1)
         kept = torch.cat([first, prefix + drawn], dim=1)
         rows = kept + tokens * torch.arange(batch, device=x.device).unsqueeze(-1)

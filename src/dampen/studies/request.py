@@ -454,8 +454,10 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
         return {"name": data, **({"fingerprint": found} if found else {})}, Parts()
     path = Path(data).expanduser()
     if not path.exists():
-        known = f"--data: there is no data set and no path {str(data)!r}{hint('dampen.data', str(data), DATASETS)}"
-        raise ConfigError("The comparison", [known])
+        named = [name for name, source in DATASETS.items() if not source.general]
+        near = hint("dampen.data", str(data), named)
+        problem = f"--data: unknown dataset or path {str(data)!r} (no such file: {path.absolute()})"
+        raise ConfigError("The comparison", [problem + near])
     section = {
         "name": recognize(path),
         "source": path.resolve().name,

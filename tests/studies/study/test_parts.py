@@ -323,7 +323,8 @@ def test_a_bad_part_is_blamed_on_that_part(tmp_path, build, capsys):
         (["--model", "hf/nowhere"], "--model is not valid"),
         (["--model", "vit(depth=)"], "--model is not valid"),
         (["--model", f"{build}:bild"], "has no function 'bild'"),
-        (["--data", "reviews.cvs"], "there is no data set and no path"),
+        (["--data", "reviews.cvs"], "unknown dataset or path 'reviews.cvs' (no such file: /"),
+        (["--data", "digitz"], "; did you mean 'digits'?"),
         (["--data", f"{build}:wrong"], "must return a dict with train"),
         (["--methods", "params(weight_dekay=1)"], "did you mean 'weight_decay'"),
     ]:

@@ -213,7 +213,7 @@ class ConvolutionPenalties:
         self._ledger.taken()
         if values:
             return sum(values[1:], start=values[0])
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
 
     def remove(self) -> None:
         """Take the hooks out of the model."""

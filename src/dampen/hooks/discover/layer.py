@@ -358,8 +358,8 @@ def find_linears(
         if home is not None:
             inner = name[len(home) + 1 :] if home else name
             role = said.get(inner) or attention_role(inner, dict(attentions[home].named_modules()))
-            if role == "other" and local in (whole := _inner_feed_forward(attentions[home])):
-                role = whole[local]
+            if role == "other" and home == scope:
+                role = _role_in_block(attentions[home], local, said)
             plans[name] = LinearPlan(module, role, home, side=adapter_side(inner))
         elif local in outside:
             plans[name] = LinearPlan(module, outside[local], side=adapter_side(local))
@@ -381,11 +381,23 @@ def find_linears(
     return plans
 
 
-def _inner_feed_forward(module: nn.Module) -> dict[str, str]:
+def _inner_feed_forward(module: nn.Module, by_shape: bool = True) -> dict[str, str]:
     return feed_forward_roles(
         {
             n: m
             for n, m in module.named_modules()
             if is_linear(m) and attention_role(n, {}) == "other"
-        }
+        },
+        by_shape,
     )
+
+
+def _role_in_block(attention: nn.Module, name: str, said: Mapping[str, str]) -> str:
+    """The role of a linear map in an attention that is its own layer: of its feed-forward, or other.
+
+    The shapes show it only where the projections of the attention are known. Where none is, any map may be one (PaLM's
+    fused map, a block whose maps are called `fc_1` to `fc_4`).
+    """
+    maps = [n for n, m in attention.named_modules() if is_linear(m) or is_convolution(m)]
+    known = any((said.get(n) or attention_role(n, {})) in PROJECTIONS for n in maps)
+    return _inner_feed_forward(attention, by_shape=known).get(name, "other")

@@ -16,12 +16,16 @@ from dampen.regularizer import ADAPTERS, UnsupportedModel
 
 _NAMES = {
     "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q "
-    "q_b_proj q_head projection_query",
-    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k k_head projection_key",
-    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v v_head projection_value",
+    "q_b_proj q_head projection_query fc_q W_query w_qs queries toqueries to_queries query_projection "
+    "linear_query query_layer query_linear",
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k k_head projection_key "
+    "fc_k W_key w_ks keys tokeys to_keys key_projection linear_key key_layer key_linear",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v v_head projection_value "
+    "fc_v W_value w_vs values tovalues to_values value_projection linear_value value_layer value_linear",
     "qkv": "qkv query_key_value in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
     "kv": "kv kv_proj to_kv c_kv kv_b_proj",
-    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out post_proj",
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out post_proj "
+    "fc_o out_projection unifyheads",
 }
 ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 _FFN_NAMES = {

@@ -364,7 +364,44 @@ def find_attentions(model: nn.Module) -> Attentions:
         }
         named -= names_below(named).keys()
     found = certain | named
+    found |= set(_beside_found(modules, found, all_projections=True))
     return Attentions({n: m for n, m in modules.items() if n in found})
+
+
+def find_unnamed(model: nn.Module) -> list[str]:
+    """Modules whose code computes attention, and that are none of those found: nothing in their names says so."""
+    modules = dict(model.named_modules())
+    return _beside_found(modules, set(find_attentions(model)))
+
+
+def _beside_found(
+    modules: Mapping[str, nn.Module], found: set[str], all_projections: bool = False
+) -> list[str]:
+    """The innermost modules beside the attentions found whose code has a softmax and a product of two tensors.
+
+    Args:
+        modules: of the model, by name.
+        found: the names of its attentions.
+        all_projections: only those with linear layers that by their names make queries, keys and values.
+    """
+    above = names_below(found)
+    beside = [
+        n
+        for n, m in modules.items()
+        if n not in above
+        and closest(n, found) is None
+        and not isinstance(m, LISTS)
+        and (_projects_all(m) if all_projections else sum(is_linear(c) for c in m.modules()) > 1)
+        and computes_attention(m)
+    ]
+    outer = names_below(beside)
+    return [n for n in beside if n not in outer]
+
+
+def _projects_all(module: nn.Module) -> bool:
+    """Whether a module holds linear layers that by their names make queries, keys and values."""
+    roles = {attention_role(n, {}) for n, m in module.named_modules() if is_linear(m)}
+    return "qkv" in roles or ("q" in roles and ("kv" in roles or {"k", "v"} <= roles))
 
 
 def describe_candidates(model: nn.Module, most: int = 6) -> str:

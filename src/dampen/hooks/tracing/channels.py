@@ -13,7 +13,7 @@ It costs a few small calls, so a site whose first forward had nothing unusual is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,25 +181,37 @@ def attends_over_channels(
     return any(columns == n and rows != n and rows * q.shape[-3] == c for n, c in layouts)
 
 
-def head_axis(companion: Tensor) -> tuple[int | None, int] | None:
-    """Which leading axis of an operand (..., tokens, channels) counts heads, and how many there are: fewer than the
-    axis is long where they are merged with the batch in it. None as the axis where there is one head, or no other axis
-    beside a merged one. None at all where the companion does not show it."""
+class Heads(NamedTuple):
+    """Which leading axis of an operand (..., tokens, channels) counts heads."""
+
+    axis: int | None  # None where there is one head, or no other axis beside a merged one
+    number: int  # less than the axis is long where heads are merged with the batch in it
+    first: bool = (
+        False  # whether a merged axis is (heads, batch), as `torch.cat(x.split(d, 2), 0)` makes
+    )
+
+
+def head_axis(companion: Tensor) -> Heads | None:
+    """Where the heads of an operand (..., tokens, channels) are; None where the companion does not show it."""
     leading = companion[..., 0, 0]
     if not bool((companion[..., :1, :] == companion).all()):
         return None  # a channel that changes from token to token
     varying = [i for i in range(leading.ndim) if bool((leading != leading.narrow(i, 0, 1)).any())]
     if not varying:
-        return None, 1
+        return Heads(None, 1)
     if len(varying) > 1:
         return None
     axis = varying[0]
     line = leading.movedim(axis, -1).reshape(-1, leading.shape[axis])[0]
     heads = len(set(line.tolist()))
     if heads == len(line):
-        return axis, heads
-    merged = len(line) % heads == 0 and bool((line.view(-1, heads) == line[:heads]).all())
-    return (None if leading.ndim == 1 else axis, heads) if merged else None
+        return Heads(axis, heads)
+    if len(line) % heads:
+        return None
+    if bool((line.view(-1, heads) == line[:heads]).all()):
+        return Heads(None if leading.ndim == 1 else axis, heads)
+    by_head = line.view(heads, -1)
+    return Heads(axis, heads, first=True) if bool((by_head == by_head[:, :1]).all()) else None
 
 
 def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] | None:
@@ -228,13 +240,13 @@ def start_following(site: AttentionSite, call: Call) -> None:
 
 def tell_heads(
     site: AttentionSite, call: Call, companions: Sequence[Tensor | None], leading: Sequence[int]
-) -> tuple[int | None, int] | None:
-    """The axis of the heads among the leading axes of q, k and v, and their number, where their companions show it."""
+) -> Heads | None:
+    """Where the heads are among the leading axes of q, k and v, where their companions show it."""
     if call.followed is None:
         return site.told.get(len(leading))
     fitting = [c for c in companions if c is not None and tuple(c.shape[:-2]) == tuple(leading)]
     told = next((t for c in reversed(fitting) if (t := head_axis(c)) is not None), None)
-    if len(leading) == 2 and (told is None or told[0] != 0):
+    if len(leading) == 2 and (told is None or told.axis != 0):
         return None  # (B, H) by convention
     if told is not None:
         site.told[len(leading)] = told

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dampen.hooks.tracing.channels import Heads
 from dampen.names import leave_out
 
 # --- which axis is which
@@ -36,15 +37,18 @@ def heads_of(module: nn.Module | None) -> int | None:
 class Layout:
     """How to fold tensors with the leading axes `leading` into (B, H, ., .), and back."""
 
-    def __init__(self, leading: Sequence[int], axis: int | None, heads: int) -> None:
+    def __init__(
+        self, leading: Sequence[int], axis: int | None, heads: int, first: bool = False
+    ) -> None:
         self.leading, self.axis, self.heads = tuple(leading), axis, heads
         self.plain = len(self.leading) == 2 and axis == 1
         if (
             axis is not None and self.leading[axis] != heads
         ):  # merged with the batch: (B * H, ...) becomes (B, H, ...)
             n = self.leading[axis] // heads
-            self.split = (*self.leading[:axis], n, heads, *self.leading[axis + 1 :])
-            self.axis = axis + 1
+            parts = (heads, n) if first else (n, heads)
+            self.split = (*self.leading[:axis], *parts, *self.leading[axis + 1 :])
+            self.axis = axis if first else axis + 1
         else:
             self.split = self.leading
 
@@ -74,11 +78,11 @@ def layout_of(
     where: str,
     tokens: int,
     given: Sequence[int] | None,
-    traced: tuple[int | None, int] | None = None,
+    traced: Heads | None = None,
 ) -> Layout:
     """The layout of operands with these leading axes and so many queries in an attention of `module`, which was given
-    something of the shape `given`; an error where it is unknown. `traced` is the axis of the
-    heads and their number, where tracing found them."""
+    something of the shape `given`; an error where it is unknown. `traced` is where
+    the heads are, where tracing found them."""
     leading = tuple(leading)
     heads, size = heads_of(module), len(leading)
     if size == 0 and given is not None and len(given) > 2:

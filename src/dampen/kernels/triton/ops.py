@@ -19,8 +19,6 @@ from dampen.kernels.triton.tiles import (
     BY_KEY,
     BY_NONE,
     BY_QUERY,
-    DROP_WEIGHTS,
-    HIDE_TOP,
     Tile,
     padded,
     tile_of,
@@ -133,8 +131,9 @@ def _constants(
     masked = BY_NONE if keep is None else BY_QUERY if by_query else BY_KEY
     if keep is not None and keep.dtype is torch.int32:
         masked = BY_BITS
-    heavy = guard or masked == BY_QUERY or bias is not None or draws in (DROP_WEIGHTS, HIDE_TOP)
-    tile = tile_of(kernel, size, q.element_size(), _has_warpgroups(q), heavy)
+    tile = tile_of(
+        kernel, size, q.element_size(), _has_warpgroups(q), draws, guard, masked, bias is not None
+    )
     exact = not (q.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     return {
         "DRAWS": draws,

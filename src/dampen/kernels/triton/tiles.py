@@ -91,14 +91,23 @@ _TILES = {
 }
 _HEAVY = {
     # instead of these, where mask, bias, thresholds or the guard take registers
-    ("to_queries", False, True): Tile(64, 32, 4, 2),
+    ("to_queries", False, True): Tile(64, 32, 4, 1),
     ("to_queries", False, False): Tile(32, 32, 4, 1),
     ("to_keys", False, False): Tile(32, 32, 4, 1),
     ("to_keys", False, True): Tile(64, 32, 4, 1),
 }
 
 
-def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool, heavy: bool) -> Tile:
+def tile_of(
+    kernel: str,
+    size: int,
+    itemsize: int,
+    warpgroups: bool,
+    draws: int,
+    guard: bool,
+    masked: int,
+    biased: bool,
+) -> Tile:
     """The tile of one kernel.
 
     Args:
@@ -107,12 +116,20 @@ def tile_of(kernel: str, size: int, itemsize: int, warpgroups: bool, heavy: bool
         itemsize: bytes of a number.
         warpgroups: the card multiplies with whole warpgroups and keeps sums out of the registers
             (compute capability 9 and 10).
-        heavy: more than keys are hidden: see `_HEAVY`.
+        draws: what is drawn.
+        guard: a query that loses all its keys gets one back.
+        masked: how keys are hidden from outside.
+        biased: something is added to the scores.
     """
     large = padded(size) > 64
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if large or kernel == "to_keys" else Tile(64, 32, 4, 1)
     if kernel == "attend" and padded(size) <= 32:
         return Tile(64, 64, 4, 2)
+    plain = not biased and masked != BY_QUERY
+    if kernel == "attend" and guard and plain and warpgroups and not large:
+        return Tile(128, 32, 8, 2)
+    heavy = guard or not plain or draws in (DROP_WEIGHTS, HIDE_TOP)
+    heavy |= masked == BY_BITS and kernel == "to_keys" and not warpgroups
     key = (kernel, large, warpgroups)
     return _HEAVY.get(key, _TILES[key]) if heavy else _TILES[key]

@@ -78,6 +78,20 @@ def own_model(spec: Mapping[str, Any], batch: int) -> tuple[nn.Module, tuple[Ten
         spec: name and arguments.
         batch: examples per step.
     """
+    model, inputs = built(spec, batch)[:2]
+    if isinstance(inputs, Mapping):
+        return Named(model, tuple(inputs)), tuple(inputs.values())
+    return model, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+
+def built(spec: Mapping[str, Any], batch: int) -> tuple[Any, ...]:
+    """A model of the user's own and what it is called with, as it is: a tensor, several, or some by name. A function in
+    a file may return a loss as well.
+
+    Args:
+        spec: name and arguments.
+        batch: examples per step.
+    """
     given = {name: value for name, value in spec.items() if name != "name"}
     if ".py:" in spec["name"]:
         return _from_function(spec["name"], given, batch)
@@ -98,42 +112,37 @@ def loss_of(output: Any) -> Tensor:
     )
 
 
-def _from_function(
-    name: str, given: dict[str, Any], batch: int
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """What `file.py:build` returns: a model and its inputs, a tensor, several, or some by name."""
+def _from_function(name: str, given: dict[str, Any], batch: int) -> tuple[Any, ...]:
+    """What `file.py:build` returns: a model, its inputs, and perhaps a loss."""
     from dampen.studies.trainer.user_function import function_in_file
 
     build: Callable[..., Any] = function_in_file(name, "--model").load()
     if "batch" in inspect.signature(build).parameters:
         given = {"batch": batch, **given}
+    try:
+        inspect.signature(build).bind(**given)
+    except TypeError as error:
+        problem = f"{name}{inspect.signature(build)}: {error}. Write def build(batch): ..."
+        raise ConfigError("The model", [problem]) from None
     found = build(**given)
     if isinstance(found, nn.Module) and hasattr(found, "config"):
         found = found, _inputs(found, {}, batch)
-    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)
-    if not pair:
+    if not (isinstance(found, tuple) and len(found) in (2, 3) and isinstance(found[0], nn.Module)):
         raise ConfigError(
-            "The bench",
+            "The model",
             [
-                f"--model: {name} must return (model, inputs), got {type(found).__name__}. inputs "
-                "is a tensor, a tuple of tensors, or a dict of them by argument: "
+                f"{name} must return (model, inputs), got {type(found).__name__}. inputs is a "
+                "tensor, a tuple of tensors, or a dict of them by argument: "
                 "def build(batch): return model, torch.randn(batch, 3, 224, 224)"
             ],
         )
-    model, inputs = found
-    if isinstance(inputs, Mapping):
-        return Named(model, tuple(inputs)), tuple(inputs.values())
-    return model, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    return found
 
 
-def _from_folder(
-    folder: Path, given: dict[str, Any], batch: int
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def _from_folder(folder: Path, given: dict[str, Any], batch: int) -> tuple[Any, ...]:
     """A saved Hugging Face model in the class that its config names."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            "The bench", [f"--model: {folder} holds no config.json. Say --model hf/FOLDER"]
-        )
+        raise ConfigError("The model", [f"{folder} holds no config.json. Pass hf/FOLDER"])
     declare_torchvision_operators()
     import transformers
 
@@ -145,8 +154,7 @@ def _from_folder(
         model = kind.from_config(config, trust_remote_code=False)
     else:
         model = kind(config)
-    inputs = _inputs(model, sizes, batch)
-    return Named(model, tuple(inputs)), tuple(inputs.values())
+    return model, _inputs(model, sizes, batch)
 
 
 def _inputs(model: Any, sizes: dict[str, int], batch: int) -> Inputs:
