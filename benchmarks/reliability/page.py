@@ -39,7 +39,7 @@ every tensor. "Sanitizers" are AddressSanitizer and UndefinedBehaviorSanitizer. 
 ADDED = (
     (
         "hostile training functions",
-        "no run affects another, and the failing line is named. With Ray: not run",
+        "no run affects another, and the failing line is named, with Ray too",
         "tests/studies/study/test_hostile_functions.py",
     ),
     (
