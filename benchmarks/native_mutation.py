@@ -22,6 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dampen.native import library
 from dampen.studies.files import write_json
@@ -29,7 +30,7 @@ from dampen.studies.files import write_json
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "records" / "native_mutation.json"
 CASES = 250
-TESTS = ("test_native.py", "test_entry.py", "test_tap.py")
+TESTS = ("test_native.py", "test_entry.py", "test_tap.py", "test_ties.py")
 SECONDS = 1200
 """On the clock, for one mutant: one that does not end by then is noticed."""
 CHANGES = {
@@ -49,7 +50,10 @@ CHANGES = {
     r"\b1\b(?!\.)": "2",
     r"\b16\b": "8",
 }
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "is_small = std::max({p.M, p.D, p.E}) < SMALL": "another way to the same numbers at one size",
+    "i64 step = 1;": "written before it is read",
+}
 """A part of a mutated line -> why no test could tell it from the original."""
 
 
@@ -147,6 +151,24 @@ def _judge() -> str:
     tests = [str(ROOT / "tests" / "native" / name) for name in TESTS]
     code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", *tests])
     return "noticed by the tests" if code else "survived"
+
+
+def table(record: dict[str, Any]) -> tuple[str, list[str]]:
+    """The record as Markdown: one row, and a line for each mutant that was not noticed.
+
+    Args:
+        record: of this command.
+    """
+    left = [m["mutant"] for m in record["mutants"] if m["fate"] == "survived"]
+    made = [m for m in record["mutants"] if m["fate"] != "does not compile"]
+    why = [next((w for part, w in EQUIVALENT.items() if part in m["after"]), "") for m in left]
+    same = sum(map(bool, why))
+    counts = f"{len(made)} | {len(made) - len(left)} | {same} | {len(left) - same}"
+    listed = [
+        f"- `native/{m['file']}`: `{m['before'].strip()}` to `{m['after'].strip()}`: {w or 'not noticed'}"
+        for m, w in zip(left, why, strict=True)
+    ]
+    return f"| `native/*` (C++) | {sum(record['possible'].values()):,} | {counts} |", listed
 
 
 def main() -> int:

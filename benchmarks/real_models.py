@@ -1,7 +1,7 @@
 """What methods cost on models that people train, beside what one would write by hand.
 
-    python -m benchmarks.real_models --minutes 10        on a quiet machine; rerun it to resume
-    python -m benchmarks.real_models --again             measure everything again
+    python -m benchmarks.real_models --again --minutes 8   on a quiet machine, everything anew
+    python -m benchmarks.real_models --minutes 8           only the models that are not recorded yet
     python -m benchmarks.real_models --only "nanoGPT, eager" --minutes 1 --print
 
 One process per model. In it all variants take turns: the model as it is, the same changed by hand,
@@ -47,6 +47,8 @@ BY_HAND = {
 }
 """What one would write instead of each method. Of several the fastest counts."""
 PATHS = ("native", "torch")
+SHORTEST = 5.0
+"""Seconds of measurement that a model gets at least, however long it took to make."""
 REPLACED = "native, replace_attention"
 """The same for a model that computes its attention itself, `regularize(..., replace_attention=True)`."""
 
@@ -102,8 +104,13 @@ def regularized(subject: Any, regularizers: Sequence[Any], path: str) -> Callabl
     return run
 
 
-def measure(name: str, seconds: float) -> dict[str, Any]:
-    """All variants of one model, in this process."""
+def measure(name: str, end: float) -> dict[str, Any]:
+    """All variants of one model, in this process.
+
+    Args:
+        name: of the model.
+        end: when to be done, as `time.time()` tells it.
+    """
     import torch
 
     from dampen.studies.bench.subject import peak_memory
@@ -112,14 +119,14 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     keep_freed_memory()
-    start, steps = time.perf_counter(), variants(name)
+    steps = variants(name)
     for step in steps.values():
         for _ in range(6):  # until the methods have learned the model
             step()
     memory = {variant: peak_memory(step) for variant, step in steps.items()}
-    left = seconds - (time.perf_counter() - start)
+    seconds = max(end - time.time(), SHORTEST)
     timings = time_rounds(
-        steps, BASELINE, rounds=1000, seconds=left, every=6, warm=False, clock=time.process_time
+        steps, BASELINE, rounds=1000, seconds=seconds, every=6, warm=False, clock=time.process_time
     )
     ratios = timings.ratios()
     rows: dict[str, Any] = {}
@@ -147,18 +154,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="some of the models")
     parser.add_argument("--print", action="store_true", help="write no record and no page")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.inside:
-        print("RECORD", json.dumps(measure(options.inside, 60 * options.minutes)))
+        print("RECORD", json.dumps(measure(options.inside, options.end)))
         return 0
     record: dict[str, Any] = {"models": {}}
     if RECORD.exists() and not options.again and not options.print:
         record = json.loads(RECORD.read_text())
     build_kernels()
     wanted = [n for n in options.only or SUBJECTS if options.again or n not in record["models"]]
-    for name in wanted:
-        print(f"{name}: {60 * options.minutes / len(wanted):.0f} s", file=sys.stderr, flush=True)
-        found = in_a_process(name, options.minutes / len(wanted))
+    end = time.time() + 60 * options.minutes
+    for done, name in enumerate(wanted):
+        share = (end - time.time()) / (len(wanted) - done)  # imports and warming up count as well
+        print(f"{name}: {share:.0f} s", file=sys.stderr, flush=True)
+        found = in_a_process(name, time.time() + share)
         record["models"][name] = found
         if options.print:
             print("\n".join(table({"models": {name: found}})), flush=True)
@@ -181,12 +191,17 @@ def build_kernels() -> None:
         print(f"native kernels were not built: {error}", file=sys.stderr)
 
 
-def in_a_process(name: str, minutes: float) -> dict[str, Any]:
-    """One model, in a process of its own, so that no model inherits another's memory."""
+def in_a_process(name: str, end: float) -> dict[str, Any]:
+    """One model, in a process of its own, so that no model inherits another's memory.
+
+    Args:
+        name: of the model.
+        end: when it should be done, as `time.time()` tells it.
+    """
     command = [sys.executable, "-m", "benchmarks.real_models", "--inside", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--minutes", str(minutes)],
+        [*command, "--end", str(end)],
         env=environment, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     line = next(x for x in done.stdout.splitlines() if x.startswith("RECORD "))

@@ -77,6 +77,7 @@ def test_wheel_and_source_pass_twine(wheel):
 @pytest.mark.slow
 def test_assets_lie_in_the_wheel(installed):
     for pattern in (
+        "studies/advice.json",
         "studies/report/assets/*",
         "studies/report/templates/*",
         "native/*.cpp",
@@ -129,6 +130,13 @@ model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
 reg = dampen.regularize(model, dampen.DropKey(0.1))
 loss, _ = reg.loss(lambda: model(torch.randn(2, 4, 8)), lambda out: out.square().mean())
 loss.backward()
+reg.remove()
+assert dampen.audit(model, torch.randn(2, 4, 8)).ok
+from dampen.auditing.overfitting import Curve, judge
+losses = tuple((t, 1.0) for t in range(20))
+assert judge(Curve(losses, losses)).answer == "flat"
+with dampen.silence(model):
+    model(torch.randn(2, 4, 8))
 try:
     dampen.compare
 except ModuleNotFoundError as error:

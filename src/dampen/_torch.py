@@ -240,6 +240,22 @@ def without_modes() -> AbstractContextManager[None]:
     return context
 
 
+def function_mode() -> Any:
+    """The innermost torch function mode that is open; None: there is none. torch 2.0 and newer, as the
+    two below."""
+    return torch.overrides._get_current_function_mode()
+
+
+def leave_function_mode() -> None:
+    """Close the innermost torch function mode. Who does it opens the mode again."""
+    torch.overrides._pop_mode()
+
+
+def enter_function_mode(mode: Any) -> None:
+    """Open a torch function mode again that was left."""
+    torch.overrides._push_mode(mode)
+
+
 def has_parameters(module: torch.nn.Module) -> bool:
     """Whether a module has parameters of its own, those of its children left out; checked in every
     step, and `module.parameters()` walks through all of them. Any torch; a module without the

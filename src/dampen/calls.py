@@ -152,6 +152,7 @@ class Call:
     seen: Tensor | None = (
         None  # the valid keys of all queries, which a chunk's own mask does not show
     )
+    shows_all: bool = False  # whether the mask was found to show every key to some query
     maps: dict[str, LinearCall] = field(default_factory=dict)  # the linear maps run so far, by role
     cuts: dict[str, tuple[str, Any]] = field(
         default_factory=dict
@@ -207,8 +208,8 @@ class Call:
 
     @property
     def valid_keys(self) -> Tensor | None:
-        """(B or 1, M) bool: the keys that some query of some head may see; None when the model gave no mask."""
-        if self.seen is not None or self.mask is None:
+        """(B or 1, M) bool: the keys that some query of some head may see; None: all of them."""
+        if self.seen is not None or self.mask is None or self.shows_all:
             return self.seen
         mask = self.mask if self.blind is None else self.mask & ~self.blind
         return mask.flatten(1, 2).any(1)

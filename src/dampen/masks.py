@@ -269,6 +269,8 @@ class ModelMask:
         self.bias = bias
         # (..., 1), rows that a number hides from everything: their query is padding, if anything
         self.blind = blind
+        # whether every key was found to be seen by some query; False: nobody has looked
+        self.shows_all = False
 
 
 def read_mask(mask: Tensor) -> ModelMask:
@@ -334,7 +336,7 @@ class MaskMemory:
             if (
                 len(known) == len(parts)
                 and all(map(_same, known, parts))
-                and versions == _versions(parts)
+                and versions == versions_of(parts)
             ):
                 return value
         return None
@@ -343,7 +345,10 @@ class MaskMemory:
         """Keep what was read of a mask; of many different ones (a bias per layer) only the last
         few."""
         if _counted(parts):
-            self.entries = [*self.entries[1 - MASKS_KEPT :], (list(parts), _versions(parts), value)]
+            self.entries = [
+                *self.entries[1 - MASKS_KEPT :],
+                (list(parts), versions_of(parts), value),
+            ]
 
 
 MASKS_KEPT = 4
@@ -399,7 +404,12 @@ def _counted(parts: Sequence[Any]) -> bool:
     return not any(isinstance(t, Tensor) and t.is_inference() for t in parts)
 
 
-def _versions(parts: Sequence[Any]) -> list[int]:
+def versions_of(parts: Sequence[Any]) -> list[int]:
+    """How often each tensor among some values was written to.
+
+    Args:
+        parts: tensors and other values.
+    """
     return [version_of(t) for t in parts if isinstance(t, Tensor)]
 
 

@@ -1,6 +1,7 @@
 """`dampen.silence`: every dropout off and on again, of one model and no other."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -141,6 +142,49 @@ def test_a_compiled_model():
 class Functional(nn.Module):
     def forward(self, x):
         return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("place", ["", "1"])
+def test_a_hook_that_fails_leaves_the_model_silent(place):
+    """A hook of the user's that ran before ours: the forward ended, and had never begun."""
+    model, fail = nn.Sequential(nn.Linear(16, 16), Functional()), [True]
+
+    def hook(*given):
+        if fail[0]:
+            raise ZeroDivisionError
+
+    model.get_submodule(place).register_forward_pre_hook(hook)
+    with dampen.silence(model):
+        model.get_submodule(place).register_forward_pre_hook(hook, prepend=True)
+        with pytest.raises(ZeroDivisionError):
+            model(X)
+        fail[0] = False
+        assert repeats(model)
+    assert not repeats(model)
+
+
+def test_threads_at_once():
+    """As nn.DataParallel runs its replicas: one inside a forward, while another begins its own."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                go_on.wait(60)
+            return F.dropout(x, 0.5)
+
+    model, found = Waits(), []
+    with dampen.silence(model):
+        thread = threading.Thread(target=lambda: found.append(model(X)))
+        thread.start()
+        inside.wait(60)
+        here = model(X)
+        go_on.set()
+        thread.join()
+        assert torch.equal(here, X)
+        assert torch.equal(found[0], X)
+    assert not torch.equal(model(X), X)
 
 
 def test_wrong_use_is_an_error(model):

@@ -305,3 +305,126 @@ def test_a_step_leaves_no_circle_of_references(method):
     finally:
         gc.enable()
     assert min(found) == 0, found
+
+
+# --- more blocks whose stream tells --------------------------------------------------------------------
+
+
+class Eager(nn.Module):
+    """An attention that computes its scores itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = 2, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.proj(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Shaped(nn.Module):
+    """The stream in two shapes, as Swin has it: (B, H, W, C) around attention and (B, N, C) after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.norm, self.fc1 = SelfAttention(8, 2), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.drift = False
+
+    def attend(self, x):
+        return self.attn(self.norm(x).flatten(1, 2)).view(x.shape)
+
+    def forward(self, x):
+        shape = x.shape
+        x = x + self.attend(x)
+        x = x.reshape(shape[0], -1, shape[-1])
+        x = x + 1.0 * self.fc1(self.norm(x))
+        x = x.reshape(shape)
+        return x + self.fc1(self.norm(x)) if self.drift else x
+
+    def doubled(self, x):
+        x = x + 2 * self.attend(x)
+        return x + 2 * self.fc1(self.norm(x))
+
+
+class Beside(Block):
+    """A block that is given another stream, which it may add."""
+
+    def forward(self, x, other, late=False):
+        x = x + self.attn(self.norm(x))
+        x = x + self.mlp(self.norm(x))
+        return (x + other) if late else x
+
+
+def test_the_stream_may_change_its_shape():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Shaped(), Shaped()).train(), torch.randn(3, 2, 3, 8)
+    plain = copy.deepcopy(model)
+    reg = dampen.regularize(model, Double())
+    for _ in range(STEADY + 3):
+        out = model(x)
+        torch.testing.assert_close(out, plain[1].doubled(plain[0].doubled(x)))
+        assert type(out) is type(x) is Tensor
+    assert may_stream(reg.layers[0], x, 1)
+    assert all(c.roles_seen == ["attention", "ffn"] * (STEADY + 3) for c in reg.clones)
+    # a third sum, in a shape that the stream had before: run again and followed
+    model[0].drift = True
+    departed = reg.layers[0].residual_departures
+    out = model[0](x)
+    h = plain[0].doubled(x)
+    torch.testing.assert_close(out, h + 2 * plain[0].fc1(plain[0].norm(h)))
+    assert reg.layers[0].residual_departures > departed
+    assert not may_stream(reg.layers[0], x, 1)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Beside(), Beside()])
+        self.late = False
+
+    def forward(self, x, other):
+        for layer in self.layers:
+            x = layer(x, other, self.late)
+        return x
+
+
+def test_a_block_that_is_given_two_streams_may_tell_by_one():
+    torch.manual_seed(0)
+    model, x, other = Pair().train(), torch.randn(3, 5, 8), torch.randn(3, 6, 8)
+    reg = dampen.regularize(model, Double())
+    for _ in range(STEADY + 3):
+        model(x, other)
+    assert may_stream(reg.layers[0], x, 2)
+    assert not may_stream(reg.layers[0], x, 1)
+    assert all(c.roles_seen == ["attention", "ffn"] * (STEADY + 3) for c in reg.clones)
+
+
+def test_a_second_stream_that_is_added_is_not_trusted():
+    torch.manual_seed(0)
+    model, x, other = Pair().train(), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    model.late = True
+    reg = dampen.regularize(model, Double())
+    for _ in range(STEADY + 3):
+        model(x, other)
+    assert not may_stream(reg.layers[0], x, 2)
+    assert all(c.roles_seen == ["attention", "ffn"] * (STEADY + 3) for c in reg.clones)
+
+
+@pytest.mark.parametrize("attention", [SelfAttention(8, 2), Eager()], ids=["sdpa", "eager"])
+def test_what_methods_compute_is_no_function_of_the_block(attention):
+    """However many methods act inside it, a block is compared with the same few functions."""
+    torch.manual_seed(0)
+    x, found = torch.randn(3, 5, 8), []
+    path = DropPath(0.5)
+    for methods in ([path], [dampen.DropKey(0.3), dampen.ExplicitDropout(ffn=0.1), path]):
+        model = Model()
+        for block in model.blocks:
+            block.attn = copy.deepcopy(attention)
+        reg = dampen.regularize(model.train(), methods)
+        steady(model, x)
+        reg.penalties()
+        assert may_stream(reg.layers[1], x, 1)
+        found.append([layer.residual_memory.functions for layer in reg.layers])
+        assert [layer.residual_departures for layer in reg.layers] == [0, 0]
+    assert found[0] == found[1]
+    assert all(functions.count(None) == 1 for functions in found[0])

@@ -192,6 +192,27 @@ def test_errors():
         pass
 
 
+def test_a_step_that_would_be_undone_is_refused():
+    """It would move the average, and the end of the block would bring the weights from before back."""
+    model, other = vit(), vit()
+    reg = regularize(model, WeightAverage("ema"), keep_start=True)
+    optimizer, elsewhere = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, other))
+    reg.attach_optimizer(optimizer)
+    for m in (model, other):
+        m(X).square().mean().backward()
+    optimizer.step()
+    before, kept = model.head.weight.clone(), other.head.weight.clone()
+    for block in (reg.averaged, reg.at_start, lambda: reg.interpolate(0.5)):
+        with block():
+            elsewhere.step()
+            with pytest.raises(RuntimeError, match=r"SGD\.step\(\) while ViT carries other"):
+                optimizer.step()
+        assert torch.equal(model.head.weight, before)
+    assert not torch.equal(other.head.weight, kept)
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+
+
 def test_an_average_that_nothing_feeds_is_refused():
     reg = regularize(vit(), WeightAverage())
     with pytest.raises(RuntimeError, match="has no average.*attach_optimizer"), reg.averaged():

@@ -6,17 +6,23 @@ import random
 
 import pytest
 
-from benchmarks import mutation
+from benchmarks import mutation, native_fuzz
 from benchmarks.reliability.__main__ import ATTACKS
 from benchmarks.reliability.disks import Disk
 from benchmarks.reliability.fuzz import harmed
-from benchmarks.reliability.page import BAD, PAGE, RECORD, page
+from benchmarks.reliability.page import ADDED, BAD, PAGE, RECORD, page
 from benchmarks.reliability.subject import Patience
 
 
 def test_the_page_is_up_to_date():
     told = page(json.loads(RECORD.read_text()), list(ATTACKS))
     assert PAGE.read_text(encoding="utf-8") == told, "run python -m benchmarks.reliability --page"
+
+
+def test_every_test_that_the_page_names_is_there():
+    named = [test for _, _, test in ADDED if test]
+    assert len(named) > 7
+    assert all((mutation.ROOT / test).is_file() for test in named)
 
 
 def test_nothing_recorded_was_lost_wrong_a_traceback_or_a_hang():
@@ -82,9 +88,21 @@ def test_scores_leave_out_what_cannot_be_told_apart():
         "by time": 1,
         "survived": [mutant, {**mutant, "after": "zz"}],
     }
-    lines = mutation.table({"masks": row})
-    assert "| masks | 100 | 5 | 3 | 1 | 1 | 75% |" in lines
-    assert any("3 of 4 are noticed" in line for line in lines)
+    lines, listed = mutation.table({"masks": row})
+    assert lines == ["| masks | 100 | 5 | 3 | 1 | 1 |"]
+    assert [line.endswith("not noticed") for line in listed] == [False, True]
+
+
+def test_every_mutated_module_and_its_tests_are_there():
+    for name, module in mutation.MODULES.items():
+        assert list((mutation.SOURCE / "dampen").glob(module.files)), name
+        assert all((mutation.ROOT / "tests" / test).exists() for test in module.tests), name
+
+
+def test_native_kernels_had_no_crash_and_no_wrong_number():
+    for row in json.loads(native_fuzz.RECORD.read_text()).values():
+        assert row["crashes"] == row["counts"]["failed"] == []
+        assert abs(row["z"]) < 5
 
 
 def test_types_and_docstrings_are_no_code_to_mutate():

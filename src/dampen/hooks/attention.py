@@ -28,7 +28,7 @@ from dampen.hooks.context import (
 )
 from dampen.hooks.discover.source import scripted_function
 from dampen.hooks.library_backends import hooked, run_flash, run_registered
-from dampen.hooks.residual import call_torch
+from dampen.hooks.residual import ResidualSocket, call_torch
 from dampen.hooks.torch_mha import functional_mha, mha_forward
 from dampen.hooks.tracing.channels import (
     attends_over_channels,
@@ -515,15 +515,20 @@ def in_attention(
     module: nn.Module, frame: Frame, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run an attention module of a block, which learns that it ran and what it gave."""
-    if frame.residual is None or module is frame.block:
+    residual = frame.residual
+    if residual is None or module is frame.block:
         return run(*args, **kwargs)
+    followed = type(residual) is ResidualSocket and not torch.compiler.is_compiling()
+    aside = followed and not frame.inside and cast(ResidualSocket, residual).leave_attention_out()
     frame.inside += 1
     try:
         out = run(*args, **kwargs)
-        frame.residual.leave(out)
+        residual.leave(out)
         return out
     finally:
         frame.inside -= 1
+        if aside:
+            cast(ResidualSocket, residual).come_back()
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,6 +87,18 @@ class Stream(Tensor):
     def add(self, other: Any, **kwargs: Any) -> Tensor:
         return self._dampen_stream.add(self, other, **kwargs)
 
+    def reshape(self, *shape: Any) -> Tensor:
+        return self._dampen_stream.reshaped(self, super().reshape(*shape))
+
+    def view(self, *shape: Any) -> Tensor:
+        return self._dampen_stream.reshaped(self, super().view(*shape))
+
+    def flatten(self, *axes: Any) -> Tensor:
+        return self._dampen_stream.reshaped(self, super().flatten(*axes))
+
+    def unflatten(self, *sizes: Any) -> Tensor:
+        return self._dampen_stream.reshaped(self, super().unflatten(*sizes))  # type: ignore[no-untyped-call]
+
     def __iadd__(self, other: Any) -> Tensor:
         return self._dampen_stream.add_otherwise(self, other)
 
@@ -109,6 +121,8 @@ class StreamSocket:
         self.regularizers, self.active, self.layer, self.frame = regularizers, active, layer, frame
         self.memory, self.root = layer.residual_memory, x
         self.sums: list[Tensor] = []
+        self.stream = [x]  # the block's input or its last sum, and the same in other shapes
+        self.opened: list[Tensor] = []
         self.departed = False  # whether the block adds otherwise this time
         self.thread = threading.get_ident()
         self.version, self.random = version_of(x), torch.get_rng_state()
@@ -119,6 +133,17 @@ class StreamSocket:
     def _open(self, t: Tensor) -> None:
         t._dampen_stream = self  # type: ignore[attr-defined]
         t.__class__ = Stream  # no view, no node in the graph; `close` takes it back
+        self.opened.append(t)
+
+    def reshaped(self, stream: Tensor, out: Tensor) -> Tensor:
+        """The stream in another shape, which a branch may be added to."""
+        if threading.get_ident() != self.thread or not any(stream is t for t in self.stream):
+            return out
+        if out is not stream:
+            out = out if type(out) is Tensor else out.as_subclass(Tensor)
+            self.stream.append(out)
+            self._open(out)
+        return out
 
     def add(self, residual: Tensor, branch: Any, **kwargs: Any) -> Tensor:
         """stream + branch, with the regularizers on the branch."""
@@ -128,7 +153,7 @@ class StreamSocket:
         if (
             self.departed
             or number == len(memory.roles)
-            or residual is not (self.sums[-1] if number else self.root)
+            or not any(residual is t for t in self.stream)
             or kwargs
             or type(branch) is not Tensor
             or branch.shape != residual.shape
@@ -152,6 +177,7 @@ class StreamSocket:
             out = branch.to(torch.promote_types(residual.dtype, branch.dtype)).expand_as(residual)
         out = out if type(out) is Tensor else out.as_subclass(Tensor)
         self.sums.append(out)
+        self.stream = [out]
         self._open(out)
         return out
 
@@ -169,7 +195,7 @@ class StreamSocket:
 
     def close(self) -> None:
         """Make plain tensors of the stream again, whatever ended the forward."""
-        for t in (self.root, *self.sums):
+        for t in self.opened:
             t.__class__ = Tensor
             del t._dampen_stream  # type: ignore[attr-defined]
 
@@ -178,7 +204,7 @@ class StreamSocket:
         return (
             not self.departed
             and len(self.sums) == len(self.memory.roles)
-            and first_of(out) is self.sums[-1]
+            and any(first_of(out) is t for t in self.stream)
         )
 
     def undo(self, block: nn.Module) -> None:
@@ -211,7 +237,7 @@ def may_stream(layer: Layer, x: Tensor, roots: int) -> bool:
     return (
         memory is not None
         and memory.by_operator
-        and roots == 1
+        and roots == memory.roots
         and type(x) is Tensor
         and x.device.type == "cpu"
         and not x.is_inference()
@@ -534,45 +560,67 @@ def run_linear(
         multiply: makes the product of an input, a weight and a bias.
         plain: whether `multiply` is `F.linear` and no more, for which a method may have a function of its own.
     """
-    if frame is not None:
-        frame.multiplying = (
-            True  # what happens here is no other map of the attention, whatever weight it reads
-        )
+    if frame is None:
+        return _run_linear(work, call, multiply, plain)
+    residual, aside = frame.residual, False
+    if (
+        plain
+        and not frame.inside
+        and type(residual) is ResidualSocket
+        and not torch.compiler.is_compiling()
+    ):
+        aside = residual.step_aside()  # what methods compute here is nothing that the block did
+    frame.multiplying = (
+        True  # what happens here is no other map of the attention, whatever weight it reads
+    )
     try:
-        x, weight = call.input, call.weight
-        for r in work.operands:
-            x, weight = r.operands(x, weight, call)
-        changed = x is not call.input or weight is not call.weight
-        y = done = None  # who has multiplied
-        if plain and not changed:
-            for r in work.multiplying:
-                if (y := r.multiply(call)) is not None:
-                    done = r
-                    break
-        if y is None:
-            y = multiply(x, weight, call.bias)
-        call.output = None if changed else y
-        for r in work.product:
-            if r is done:
-                continue
-            if changed and r.only_reads:
-                if r.reads_product and call.output is None:
-                    call.output = multiply(call.input, call.weight, call.bias)
-                seen = y if call.output is None else call.output
-                check_only_reads(r, "product", seen, r.product(seen, call))
-                continue
-            new = r.product(y, call)
-            y = new if new is y else check_only_reads(r, "product", y, new)
+        y = _run_linear(work, call, multiply, plain)
     finally:
-        if frame is not None:
-            frame.multiplying = False
-    if frame is not None:
-        frame.hits += 1
-        # the attention's own maps; an adapter's are parts of one
-        if frame.call is not None and call.role not in ADAPTERS:
-            frame.call.maps[call.role] = call
-            if frame.call.followed is not None:
-                frame.call.followed.start(y, -1, call)
+        frame.multiplying = False
+        if aside:
+            cast(ResidualSocket, residual).come_back()
+    if aside:
+        cast(ResidualSocket, residual).saw(F.linear, (call.input, call.weight, call.bias), y)
+    frame.hits += 1
+    # the attention's own maps; an adapter's are parts of one
+    if frame.call is not None and call.role not in ADAPTERS:
+        frame.call.maps[call.role] = call
+        if frame.call.followed is not None:
+            frame.call.followed.start(y, -1, call)
+    return y
+
+
+def _run_linear(
+    work: AtRole,
+    call: LinearCall,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    plain: bool,
+) -> Tensor:
+    """The three stages alone."""
+    x, weight = call.input, call.weight
+    for r in work.operands:
+        x, weight = r.operands(x, weight, call)
+    changed = x is not call.input or weight is not call.weight
+    y = done = None  # who has multiplied
+    if plain and not changed:
+        for r in work.multiplying:
+            if (y := r.multiply(call)) is not None:
+                done = r
+                break
+    if y is None:
+        y = multiply(x, weight, call.bias)
+    call.output = None if changed else y
+    for r in work.product:
+        if r is done:
+            continue
+        if changed and r.only_reads:
+            if r.reads_product and call.output is None:
+                call.output = multiply(call.input, call.weight, call.bias)
+            seen = y if call.output is None else call.output
+            check_only_reads(r, "product", seen, r.product(seen, call))
+            continue
+        new = r.product(y, call)
+        y = new if new is y else check_only_reads(r, "product", y, new)
     return y
 
 

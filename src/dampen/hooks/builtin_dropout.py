@@ -6,10 +6,12 @@ own forward (`attention_dropout` of Hugging Face, `dropout` of nn.MultiheadAtten
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fnmatch
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -309,7 +311,8 @@ class Silence:
     attention, its drop paths and its regularizers do nothing, in training mode too. Other models are not touched. That
     is what the reference model of DPO and the teacher of a distillation need.
 
-    With activation checkpointing the backward has to run before `off()`, because it runs the forward again.
+    With activation checkpointing the backward has to run before `off()`, because it runs the forward again. Of a
+    compiled model, give the one that torch.compile returned: the graph of the inner one would not be reached.
 
     Args:
         model: any model, regularized or not.
@@ -409,7 +412,7 @@ def _silence_modules(model: nn.Module, mode: _Silence, stack: contextlib.ExitSta
     for r in rates:
         setattr(r.module, r.attribute, 0.0)
     for module in model.modules():
-        stack.callback(module.register_forward_pre_hook(mode.enter).remove)
+        stack.callback(module.register_forward_pre_hook(mode.enter, prepend=True).remove)
         stack.callback(module.register_forward_hook(mode.leave, always_call=True).remove)
 
 
@@ -434,7 +437,9 @@ class _Silence(TorchFunctionMode):
         self.name = name
         self.alone = alone  # it works while the model runs, and not for what runs beside it
         self.silenced = False  # whether anything was random that is not now
-        self.depth, self.gradients = 0, False
+        self.depth, self.gradients = 0, False  # forwards that run now, in all threads
+        # of each thread, the modules whose forwards run
+        self.running: dict[int, list[nn.Module]] = collections.defaultdict(list)
         self.checkpointed = self.recomputed = False
         self.drawn: set[str] = set()
 
@@ -445,18 +450,24 @@ class _Silence(TorchFunctionMode):
         again."""
         if torch.compiler.is_compiling():
             return
-        if self.depth == 0:
+        modules = self.running[threading.get_ident()]
+        if not modules:
             self.gradients = torch.is_grad_enabled()
             if self.alone or in_backward():
                 self.__enter__()  # type: ignore[no-untyped-call]
+        modules.append(module)
         self.depth += 1
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """It has ended, or failed."""
+        """It has ended, or failed; where another hook failed before `enter`, it has not begun."""
         if torch.compiler.is_compiling():
             return
+        modules = self.running[threading.get_ident()]
+        if not modules or modules[-1] is not module:
+            return
+        modules.pop()
         self.depth -= 1
-        if self.depth == 0 and (self.alone or in_backward()):
+        if not modules and (self.alone or in_backward()):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(

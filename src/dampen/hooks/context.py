@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dampen.hooks.tracing.channels import Heads
     from dampen.hooks.weights import AttachedOptimizer
     from dampen.kernels.attend import Needs
+    from dampen.masks import ModelMask
     from dampen.regularizer import Call
 
 
@@ -311,6 +312,8 @@ class AttentionSite:
         self.path: tuple[int, list[str]] | None = (
             None  # the way of eager scores in the forward before; see `tracing/eager.py`
         )
+        # the mask of eager scores in the forward before: what it is made of, and what was read of it
+        self.mask: tuple[list[Any], list[int], tuple[ModelMask | None]] | None = None
         # shape -> whether dampen's attention computes what the model's own code computes; None: not compared
         self.replaced: dict[Any, bool] | None = None
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
@@ -334,7 +337,7 @@ class AttentionSite:
         return over_channels
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "needs": None, "kernel": None}
+        return {**self.__dict__, "needs": None, "kernel": None, "mask": None}
 
 
 class LinearSite:

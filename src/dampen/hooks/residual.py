@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dampen._torch import version_of
+from dampen._torch import enter_function_mode, function_mode, leave_function_mode, version_of
 from dampen.calls import BranchCall
 from dampen.containers import first_of, tensors_in
 from dampen.hooks.context import Frame, close_frame, frame_of, open_frame
@@ -215,6 +215,10 @@ class Memory(NamedTuple):
     apart: (
         bool  # whether every sum was read before the next one: no two branches stand side by side
     )
+    roots: int  # tensors that the block was given
+    closed: (
+        bool  # whether an attention module is one call: nothing inside it matters to the branches
+    )
 
 
 Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
@@ -223,9 +227,33 @@ addition."""
 
 
 def remember(
-    roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, may_stream: bool
+    roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor, layout_known: bool, may_stream: bool
 ) -> Memory | None:
-    """A forward, for the next; None where an operand of an addition was made by no call of its own."""
+    """A forward, for the next; None where an operand of an addition was made by no call of its own.
+
+    Args:
+        roots: what the block was given.
+        log: the calls of the forward.
+        out: the block's output.
+        layout_known: whether it is known which axis is the batch.
+        may_stream: whether the next forwards may leave the additions to the stream.
+    """
+    whole = _remember(roots, log, out)
+    if whole is None:
+        return None
+    by_operator = may_stream and _by_operator(roots, log, whole.additions)
+    nested = any(func is None and within > 1 for func, *_, within, _ in log)
+    if layout_known and not nested:
+        outside = [entry for entry in log if entry[0] is None or not entry[4]]
+        if sum(entry[5] is not None for entry in outside) == len(whole.roles):
+            found = _remember(roots, outside, out)
+            if found is not None:
+                return found._replace(by_operator=by_operator, closed=True)
+    return whole._replace(by_operator=by_operator)
+
+
+def _remember(roots: Sequence[Tensor], log: Sequence[Entry], out: Tensor) -> Memory | None:
+    """The same of these calls, before it is known how the next forward is compared with it."""
     made = {id(root): -1 - i for i, root in enumerate(roots)}
     additions: dict[int, Addition | None] = {}
     roles: list[str] = []
@@ -241,46 +269,53 @@ def remember(
             attended.append(ended)
         elif func is None:
             ended += 1
+            made[id(first_of(result))] = number
         elif attends(func):
             additions[number] = None
-        made[id(result)] = number
+        # a function that returns its argument (`to` the same dtype) has made nothing
+        made.setdefault(id(result), number)
     if id(out) not in made:
         return None
-    by_operator = may_stream and len(roots) == 1 and _by_operator(roots[0], log, additions)
     functions = tuple(entry[0] for entry in log)
     apart = all([plan.found.read for plan in additions.values() if plan is not None][1:])
     return Memory(
-        functions, additions, made[id(out)], by_operator, tuple(roles), tuple(attended), apart
-    )
+        functions, additions, made[id(out)], False, tuple(roles), tuple(attended), apart,
+        len(roots), False,
+    )  # fmt: skip
 
 
-def _by_operator(x: Tensor, log: Sequence[Entry], additions: dict[int, Addition | None]) -> bool:
-    """Whether every sum is `stream + branch` by the operator, on the block's input or the sum before, and nothing else
-    is ever added to the stream."""
-    if x.ndim != 3 or x.shape[0] == x.shape[1]:
+RESHAPES = (Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten)
+"""Methods after which the stream is still the stream (Swin adds in two shapes)."""
+
+
+def _by_operator(
+    roots: Sequence[Tensor], log: Sequence[Entry], additions: dict[int, Addition | None]
+) -> bool:
+    """Whether every sum is `stream + branch` by the operator, on the block's input or the sum before, whatever shape
+    it was given since, and nothing else is ever added to the stream."""
+    x = roots[0]
+    if x.ndim < 3 or (x.ndim == 3 and x.shape[0] == x.shape[1]):
         return False
-    stream, number_of_last = x, -1
+    stream, others = [x], roots[1:]
     for number, (func, args, _, out, _, found) in enumerate(log):
         adds = getattr(func, "__name__", "") in ADDITIONS
         plan = additions.get(number)
         if adds and plan is not None:
-            residual, place = (
-                (args[1], plan.right) if plan.found.branch_first else (args[0], plan.left)
-            )
+            residual = args[1] if plan.found.branch_first else args[0]
             same = residual.shape == args[0].shape == args[1].shape
-            if (
-                func is not Tensor.add
-                or residual is not stream
-                or place != number_of_last
-                or not same
-            ):
+            if func is not Tensor.add or not _among(residual, stream) or not same:
                 return False
-            stream, number_of_last = out, number
-        elif (adds or func is torch.add or found is not None) and any(
-            value is stream for value in args
-        ):
-            return False
+            stream = [out]
+        elif adds or func is torch.add or found is not None:
+            if any(_among(value, stream) or _among(value, others) for value in args):
+                return False
+        elif func in RESHAPES and _among(args[0], stream):
+            stream.append(out)
     return True
+
+
+def _among(value: Any, tensors: Sequence[Tensor]) -> bool:
+    return any(value is t for t in tensors)
 
 
 def attends(func: Any) -> bool:
@@ -365,6 +400,8 @@ class ResidualSocket(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.memory is not None:
+            if self.memory.closed and self.frame.inside:
+                return call_torch(func, args, kwargs)
             number = len(self.log)
             if number < len(self.memory.functions) and func is self.memory.functions[number]:
                 if number not in self.memory.additions:
@@ -401,6 +438,36 @@ class ResidualSocket(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             self.log.append((func, args, kwargs, out, self.frame.inside, found))
         return out
+
+    def leave_attention_out(self) -> bool:
+        """Close this mode while an attention module runs that is one call; `come_back` opens it again."""
+        closed = self.memory is not None and self.memory.closed
+        return closed and self.step_aside()
+
+    def step_aside(self) -> bool:
+        """Close this mode if it is the innermost; whether it was."""
+        if function_mode() is not self:
+            return False
+        leave_function_mode()
+        return True
+
+    def come_back(self) -> None:
+        """Open the mode that stepped aside."""
+        enter_function_mode(self)
+
+    def saw(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """A function of the block that dampen has run in its place, with whatever methods do there, as one call."""
+        if self.memory is not None:
+            number, memory = len(self.log), self.memory
+            if memory.closed and self.frame.inside:
+                return
+            same = number < len(memory.functions) and func is memory.functions[number]
+            if not same or number in memory.additions:
+                self._follow()
+        if not torch.compiler.is_compiling():
+            self.log.append((func, args, {}, out, self.frame.inside, None))
+        if self.memory is None:
+            self._note(func, args, {}, out)
 
     # --- a forward that is followed -----------------------------------------------------------------------------------
 
@@ -469,7 +536,10 @@ class ResidualSocket(TorchFunctionMode):
 
     def _made(self, number: int) -> Any:
         """What the call with this number gave; the block's inputs are counted from -1 downwards."""
-        return self.roots[-1 - number] if number < 0 else self.log[number][3]
+        if number < 0:
+            return self.roots[-1 - number]
+        func, _, _, out, _, _ = self.log[number]
+        return first_of(out) if func is None else out
 
     def _is_as_large(self, found: Found, args: tuple[Any, ...]) -> bool:
         """Whether a shortcut has changed its size as before, where that was a reason to take it for one."""
@@ -520,7 +590,9 @@ class ResidualSocket(TorchFunctionMode):
         for value in tensors_in(out):
             if not (self.origins.of(value) == CLEAN and labels <= self.covered):
                 place = self.origins.place(value)
-                self.origins.put(value, labels, "leave", [] if place is None else [place])
+                # what ran inside a closed attention is not known, but it was more than a map
+                name, read = ("attention", []) if place is None else ("leave", [place])
+                self.origins.put(value, labels, name, read)
 
     def _label(self, whole: bool) -> frozenset[str]:
         """The name of the sublayer that is running."""
@@ -639,15 +711,24 @@ class ResidualSocket(TorchFunctionMode):
             f"{leave_out(self.layer.site.name)}."
         )
 
+    def _functions(self) -> list[Any]:
+        return [entry[0] for entry in self.log]
+
     def _remember(self, out: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
         stateless = all(
             version_of(b) == version for b, version in self.buffers
         )  # a stream may have to run again
-        seen = self.frame.layout_seen and not self.frame.sequence_first
-        may_stream = stateless and seen and not self.removed
-        self.layer.residual_memory = remember(self.roots, self.log, out, may_stream)
+        # only F.scaled_dot_product_attention shows a layout, and only to a block of (B, N, D)
+        shown = (
+            self.frame.layout_seen
+            or self.root.ndim != 3
+            or not any(map(attends, self._functions()))
+        )
+        known = shown and not self.frame.sequence_first
+        may_stream = stateless and known and not self.removed
+        self.layer.residual_memory = remember(self.roots, self.log, out, known, may_stream)
         self.layer.residual_same = 0
 
 

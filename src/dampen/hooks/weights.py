@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dampen._torch import placed_like, shared_until_written, version_of, whole_tensor
 from dampen.hooks.context import ModelSite
@@ -182,9 +183,19 @@ def carrying(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     # what runs inside may write to buffers, as batch norm does
     written = values.keys() | {n for n, _ in model.named_buffers(remove_duplicate=False)}
     own = {n: t.detach().clone() for n, t in live.items() if n in written}
+    held = {id(p) for p in model.parameters()}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() while {type(model).__name__} carries other weights: the step would "
+                "be undone where the block ends. Leave the block first."
+            )
+
     _write(live, values)
     try:
-        yield
+        with register_optimizer_step_pre_hook(refuse):
+            yield
     finally:
         _write(live, own)
 

@@ -320,6 +320,7 @@ def fill_call(
     call.kv_heads, call.head_size, call.device = k.shape[1], q.shape[3], q.device
     call.scale = q.shape[-1] ** -0.5 if scale is None else scale
     call.is_causal, call.mask, call.bias, call.blind = is_causal, None, None, None
+    call.shows_all = False
     if mask is not None:
         known = read_mask(mask)
         call.mask, call.bias, call.blind = known.keep, known.bias, known.blind

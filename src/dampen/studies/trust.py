@@ -8,6 +8,8 @@ user, in the cache folder and never in a study.
 
 from __future__ import annotations
 
+import ast
+import glob
 import hashlib
 import json
 import os
@@ -16,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.machinery import all_suffixes
+from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES, all_suffixes
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from dampen.extensions import IN_FILE
 from dampen.studies.errors import ConfigError, LabError
 from dampen.studies.files import cache_folder, read_json
 from dampen.studies.plugins import folder_of
-from dampen.studies.user_code import is_users, sources_of, sources_of_package
+from dampen.studies.user_code import Sources, is_users, sources_of, sources_of_package
 
 if TYPE_CHECKING:
     from dampen.studies.comparison import Comparison
@@ -44,11 +46,15 @@ class NotApproved(LabError):
 
 @dataclass(frozen=True)
 class KeptCode:
-    """Code that a study keeps or names: what it is, the file that holds it, and the sha256 of its source."""
+    """Code that a study keeps or names: what it is, the file that holds it, and the sha256 of its source.
+
+    `sources` are the user's files that it is read from.
+    """
 
     what: str
     place: str
     digest: str
+    sources: tuple[Path, ...] = ()
 
 
 _approved_here: set[str] = set()  # of this process, where the file cannot be written
@@ -79,14 +85,18 @@ def approve(code: Iterable[KeptCode]) -> None:
 def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> None:
     """Raise NotApproved, with file, hash and what to type, where code of a study was not approved.
 
+    What was approved is a source. Bytecode beside it is deleted, because Python would run that instead.
+
     Args:
         folder: of the study.
         code: what would run.
         how: what to type to approve it; default: the call of `dampen.load`.
     """
-    known = _approved()
+    known, code = _approved(), list(code)
     strange = {kept.digest: kept for kept in code if kept.digest not in known}
     if not strange:
+        for source in {source for kept in code for source in kept.sources}:
+            _delete_bytecode(source)
         return
     listed = "".join(f"\n  - {k.what} in {k.place} (sha256 {k.digest})" for k in strange.values())
     how = how or f"dampen.load({str(folder)!r}, trust=True)"
@@ -94,6 +104,18 @@ def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> N
         f"{folder} needs code that was not approved on this machine. Nothing of it was run:{listed}\n"
         f"Read it. If you trust its author, approve it with {how}."
     )
+
+
+def _delete_bytecode(source: Path) -> None:
+    """Delete what `__pycache__` holds of a source: it says itself which text it was made from."""
+    for path in (source.parent / "__pycache__").glob(f"{glob.escape(source.stem)}.*.pyc"):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise LabError(
+                f"{path} cannot be deleted ({error.strerror}), and Python would run it in place of the approved "
+                f"{source.name}. Delete it, or copy the study to a folder that you can write to."
+            ) from error
 
 
 def _approved() -> set[str]:
@@ -130,13 +152,16 @@ def code_of_function(function: Function | None, place: Path) -> list[KeptCode]:
     if function is None:
         return []
     name, where, digest = function.code.name, str(place), hashlib.sha256()
+    sources: tuple[Path, ...] = ()
     if function.pickled is not None:
         digest.update(function.pickled)
     else:
-        where = str(function.file)
-        digest.update(f"{function.attribute}\n{_text(function.code.files)}".encode())
+        assert function.file is not None  # a function is either sent or imported
+        where, code = function.file, sources_of(Path(function.file), function.code.places)
+        sources = tuple(code.paths.values())
+        digest.update(f"{function.attribute}\n{_text(_files(code))}".encode())
         digest.update("".join(f"\n{place}" for place in function.code.places).encode())
-    found = [KeptCode(f"the function {name}", where, digest.hexdigest())]
+    found = [KeptCode(f"the function {name}", where, digest.hexdigest(), sources)]
     for method in function.objects.values():
         found.append(
             KeptCode("a pickled regularizer", str(place), hashlib.sha256(method).hexdigest())
@@ -171,8 +196,12 @@ def code_of_methods(runs: Iterable[Run]) -> Iterator[KeptCode]:
         match = IN_FILE.fullmatch(name)
         path = Path(match["file"]).expanduser() if match else None
         if path is not None and path.is_file():  # one that is not there cannot run
+            code = sources_of(path)
             yield KeptCode(
-                f"the method {name}", str(path.resolve()), _sha(_text(sources_of(path).files))
+                f"the method {name}",
+                str(path.resolve()),
+                _sha(_text(_files(code))),
+                tuple(code.paths.values()),
             )
 
 
@@ -187,8 +216,11 @@ def _of_plugins(names: Iterable[str], near: Path) -> Iterator[KeptCode]:
                 continue
             place = place.parent if place.stem == "__init__" else place
         else:
-            place = folder / first if (folder / first).is_dir() else folder / f"{first}.py"
-        yield KeptCode(f"the plug-in {name}", str(place), _sha(_text(_sources(place))))
+            single = folder / f"{first}.py"  # Python takes it before a folder without __init__.py
+            package = (folder / first / "__init__.py").is_file() or not single.is_file()
+            place = folder / first if package else single
+        files, sources = _sources(place)
+        yield KeptCode(f"the plug-in {name}", str(place), _sha(_text(files)), sources)
 
 
 def require_no_remote_code(folder: str | Path) -> None:
@@ -216,21 +248,53 @@ def _names_code(config: Any) -> bool:
     )
 
 
-def _sources(place: Path) -> dict[str, str]:
+def _sources(place: Path) -> tuple[dict[str, str], tuple[Path, ...]]:
     """Everything that Python could import of a package or a module, and what of the user's own it imports from
-    elsewhere, by relative path."""
+    elsewhere, by relative path; and which of these files are sources of the user's own."""
     if not place.is_dir():
         if place.suffix == ".py":
-            return sources_of(place).files
-        return {place.name: place.read_bytes().hex()}
-    files = (p for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+            code = sources_of(place)
+            if not is_users(place):
+                return code.files, ()
+            return _files(code), tuple(code.paths.values())
+        return {place.name: place.read_bytes().hex()}, ()
+    files = [p for p in place.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     own = {
         p.relative_to(place.parent).as_posix(): p.read_bytes().hex()
         for p in files
         if p.name.endswith(tuple(all_suffixes()))
     }
     # An installed package is beside all others that are installed: those are not followed
-    return {**sources_of_package(place).files, **own} if is_users(place) else own
+    if not is_users(place):
+        return own, ()
+    code = sources_of_package(place)
+    written = {*code.paths.values(), *(p for p in files if p.suffix == ".py")}
+    return {**_files(code), **own}, tuple(written)
+
+
+def _files(code: Sources) -> dict[str, str]:
+    """The texts of sources by name, with the hashes of compiled modules that Python could import before or beside them."""
+    folders = {path.parent for path in code.paths.values()}
+    for base in (code.root, *code.places):
+        folders |= {base, *(base / name for name in _imported(code) if (base / name).is_dir())}
+    suffixes = (*EXTENSION_SUFFIXES, *BYTECODE_SUFFIXES)
+    found = {
+        os.path.relpath(path, code.root): hashlib.sha256(path.read_bytes()).hexdigest()
+        for folder in folders
+        for path in folder.iterdir()
+        if path.name.endswith(suffixes) and path.is_file()
+    }
+    return {**code.files, **found}
+
+
+def _imported(code: Sources) -> Iterator[str]:
+    """Every package and module that sources import, as a relative path."""
+    for text in code.files.values():
+        for node in ast.walk(ast.parse(text)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for parts in (name.split(".") for name in names):
+                yield from ("/".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
 def _text(files: Mapping[str, str]) -> str:

@@ -3,10 +3,14 @@
 import base64
 import json
 import pickle
+import py_compile
 import shutil
 import stat
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import cache_from_source
+from pathlib import Path
 
 import pytest
 
@@ -239,6 +243,98 @@ def test_diagnosing_a_study_runs_nothing_that_was_not_approved(kind, tmp_path, m
     assert not ran.exists()
 
 
+def test_diagnosing_looks_for_a_plugin_where_the_approval_looked(tmp_path, monkeypatch, ran):
+    """Code inside the study folder itself is nowhere on the way upward, so it is no plug-in."""
+    monkeypatch.setattr(trust, "_approved_here", set())
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "s", seeds=1)
+    (tmp_path / "s" / "evil_inside.py").write_text(evil(ran))
+    name_plugin(tmp_path / "s", "evil_inside")
+    with pytest.raises(LabError, match="evil_inside"):
+        find_trials(tmp_path / "s")
+    assert not ran.exists()
+
+
+# --- compiled code, which nobody can read
+
+
+def compiled(text, source, into):
+    """Bytecode of a text that says it belongs to a source, and that Python never compares with it."""
+    other = source.with_name("other_text.py")
+    other.write_text(text)
+    into.parent.mkdir(exist_ok=True)
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(other), str(into), str(source), invalidation_mode=mode)
+    other.unlink()
+
+
+@pytest.fixture
+def optional(tmp_path, monkeypatch):
+    """A study, received and approved, whose function imports a module that is not there."""
+    monkeypatch.setenv("DAMPEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(trust, "_approved_here", set())
+    code = tmp_path / "author" / "train.py"
+    code.parent.mkdir()
+    text = "try:\n    import not_there.inner\nexcept ImportError:\n    pass\n"
+    code.write_text(TRAIN.replace("import dampen\n", text + "import dampen\n", 1))
+    folder = tmp_path / "s"
+    dampen.compare(f"{code}:train", methods="drop_key", seeds=1, folder=folder, **QUICK)
+    return folder, code
+
+
+PLACES = ("not_there.pyc", "not_there/__init__.pyc", "not_there/inner.pyc", "not_there", "train")
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_compiled_code_beside_an_approved_file_needs_an_approval(optional, ran, name):
+    folder, code = optional
+    if name.endswith(".pyc"):
+        compiled(evil(ran), code, code.parent / name)
+    else:
+        (code.parent / f"{name}{EXTENSION_SUFFIXES[0]}").write_bytes(
+            b"Python prefers it to a source"
+        )
+    with pytest.raises(NotApproved, match="the function"):
+        dampen.load(folder).add(seeds=1, progress=False)
+    assert not ran.exists()
+
+
+def test_bytecode_is_not_run_in_place_of_the_approved_source(optional, ran):
+    folder, code = optional
+    compiled(evil(ran) + code.read_text(), code, Path(cache_from_source(code)))
+    dampen.load(folder).add(seeds=1, **QUICK)
+    assert dampen.load(folder).rows[0].summary.n == 2
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("file", ["mine.py", "mine/__init__.py"])
+def test_a_plugin_is_imported_from_its_approved_source(file, received, tmp_path, ran, monkeypatch):
+    source = tmp_path / file
+    source.parent.mkdir(exist_ok=True)
+    source.write_text("")
+    compiled(evil(ran), source, Path(cache_from_source(source)))
+    name_plugin(received, "mine")
+    plan = dampen.load(received).plan
+    trust.approve(trust.code_of_plan(plan, received))
+    trust.require_approval(received, trust.code_of_plan(plan, received))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    __import__("mine")
+    del sys.modules["mine"]
+    assert not ran.exists()
+
+
+def test_a_folder_does_not_hide_the_plugin_of_its_name(received, tmp_path):
+    """Python imports `mine.py` where the folder `mine` has no `__init__.py`."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine.py").write_text("")
+    name_plugin(received, "mine")
+    plan = dampen.load(received).plan
+    trust.approve(trust.code_of_plan(plan, received))
+    (tmp_path / "mine.py").write_text("attack = 1\n")
+    with pytest.raises(NotApproved, match="plug-in mine"):
+        trust.require_approval(received, trust.code_of_plan(plan, received))
+
+
 RECIPE = """
 plugins = ["evil_plugin"]
 [base]
@@ -305,7 +401,6 @@ def test_weights_of_a_saved_model_run_no_code(tmp_path, ran):
 def test_every_loader_of_transformers_is_told_to_trust_nothing():
     """In the source: each call of `from_pretrained` and `from_config` for a folder says so."""
     import ast
-    from pathlib import Path
 
     root = Path(dampen.__file__).parents[2]
     calls, silent = 0, []

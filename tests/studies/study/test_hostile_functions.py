@@ -34,6 +34,7 @@ def train(trial):
 
 def function(tmp_path, body):
     """A file with a training function whose body begins with a regularized model."""
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "hostile.py"
     path.write_text(HEAD + "".join(f"    {line}\n" for line in body.strip().splitlines()))
     return f"{path}:train"
@@ -232,3 +233,26 @@ def test_a_recorded_study_with_a_huge_metric_can_be_read(script, ask, run, tmp_p
     assert all(not math.isinf(entry.summary.mean) for entry in table.entries)
     write_report([asked.folder], tmp_path / "report.html")
     assert (tmp_path / "report.html").exists()
+
+
+# --- the same on Ray
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
+def test_ray_keeps_runs_apart_and_names_what_failed(tmp_path):
+    study = compare(tmp_path, CHANGES, seeds=2, engine="ray")
+    found = [
+        json.loads(path.read_text()) for path in sorted(Path(study.folder).glob("*/state.json"))
+    ]
+    assert len(found) == 4
+    assert all(state == found[0] for state in found)
+    with pytest.raises(LabError, match=r"hostile\.py, line 8, in train: .*CancelledError"):
+        compare(
+            tmp_path / "again",
+            "import asyncio\nraise asyncio.CancelledError()",
+            seeds=1,
+            engine="ray",
+        )

@@ -699,10 +699,10 @@ class EagerAttention:
                 (q, k, v),
             )
         s = layout.fold(scores)
-        mask = read_model_mask(product, layout)
-        call.bias, call.mask, call.blind = None, None, None
+        mask = read_model_mask(product, layout, self.site)
+        call.bias, call.mask, call.blind, call.shows_all = None, None, None, False
         if mask is not None:
-            call.mask, call.blind = mask.keep, mask.blind
+            call.mask, call.blind, call.shows_all = mask.keep, mask.blind, mask.shows_all
         call.scores = s
         values, new_q, new_k = scores, q, k
         if outputs is None:

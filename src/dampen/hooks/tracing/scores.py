@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dampen._torch import has_numbers
 from dampen.hooks.tracing.products import name_of
 from dampen.kernels.kernel import HIDE, adds_to_hide
-from dampen.masks import ModelMask, hides, keep_keys, mask_memory
+from dampen.masks import ModelMask, hides, keep_keys, mask_memory, versions_of
 
 if TYPE_CHECKING:
+    from dampen.hooks.context import AttentionSite
     from dampen.hooks.tracing.products import Equation, Layout, Product, Way
     from dampen.regularizer import Call, Regularizer
 
@@ -59,7 +61,7 @@ def stages_of_scores(
     return s.masked_fill(dropped, float("-inf"))
 
 
-def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
+def read_model_mask(product: Product, layout: Layout, site: AttentionSite) -> ModelMask | None:
     """Which keys the model lets each query see, by the rule of `dampen.masks` for what it adds to its scores (B, H, N,
     M); None: all. Layers that add the same tensors read them once per forward."""
     if product.scores is None or not set(product.scores.names()) & _MASKS:
@@ -72,7 +74,7 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
             layout.leading,
             *product.scores.parts(),
         ]
-        known = memory.find(parts)
+        known = memory.find(parts) or known_by_content(site, parts)
         if known is not None:
             return known[0]  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -87,15 +89,48 @@ def read_model_mask(product: Product, layout: Layout) -> ModelMask | None:
         None if product.scores.shifts_rows() else low
     )  # what is subtracted from a row does not hide it
     found: ModelMask | None = ModelMask(keep, None, blind)
-    if (
-        not torch.compiler.is_compiling()
-        and bool(keep.all())
-        and (blind is None or not bool(blind.any()))
-    ):
-        found = None
+    if not torch.compiler.is_compiling() and not (blind is not None and bool(blind.any())):
+        found = None if bool(keep.all()) else ModelMask(keep, None, None)
     if memory is not None:
         memory.keep(parts, (found,))
+        small = _is_small(parts)
+        site.mask = (parts, versions_of(parts), (found,)) if small else None
+        if small and found is not None and found.blind is None:
+            found.shows_all = bool(found.keep.flatten(1, 2).any(1).all())
     return found
+
+
+SMALL_MASK = 2**16
+"""Numbers up to which it is quicker to compare a mask with that of the forward before than to read it."""
+
+
+def _is_small(parts: Sequence[Any]) -> bool:
+    return not any(
+        isinstance(x, Tensor)
+        and (x.requires_grad or x.numel() > SMALL_MASK or not (x.is_cpu and has_numbers(x)))
+        for x in parts
+    )
+
+
+def known_by_content(site: AttentionSite, parts: Sequence[Any]) -> Any:
+    """What the forward before has read of the same mask, which the model makes anew every time (`mask == 0`); None: it
+    was another.
+
+    Args:
+        site: of the attention.
+        parts: what the mask is made of.
+    """
+    if site.mask is None or not _is_small(parts):
+        return None
+    before, versions, found = site.mask
+    same = len(before) == len(parts) and versions_of(before) == versions
+    return found if same and all(map(_equal, before, parts)) else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    return a is b or (a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b))
 
 
 def _by_element(scores: Way) -> bool:

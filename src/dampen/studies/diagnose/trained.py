@@ -112,7 +112,7 @@ def find_trials(folder: Path, trust: bool = False) -> list[Path]:
             if trust:
                 approve(code_of_plan(study, plan.parent))
             require_approval(plan.parent, code_of_plan(study, plan.parent), APPROVE)
-            load_plugins(study.header.get("plugins", ()), plan)
+            load_plugins(study.header.get("plugins", ()), plan.parent)
     if trust:
         approve(code_of_methods(RunStore(path).trial() for path in finished))
     if not finished:
