@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dampen
+from dampen.hooks.discover.roles import feed_forward_roles
 from dampen.hooks.discover.sites import find_attentions
 
 WIDTH, HEADS = 16, 4
@@ -315,3 +316,10 @@ def test_heads_merged_with_the_batch_are_told_in_either_order(merge, method):
     """Read as (batch, heads), (heads, batch) mixes samples: the padding of one counts in another."""
     got, expected = of_merged(merge, method), of_merged(None, method)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [32, 64])
+def test_what_joins_two_streams_is_no_part_of_the_feed_forward_after_it(hidden):
+    """U-ViT's layers read a skip through a map of twice the width. The two maps after it changed their roles."""
+    maps = {"0": nn.Linear(32, 16), "2.1": nn.Linear(16, hidden), "2.3": nn.Linear(hidden, 16)}
+    assert feed_forward_roles(maps) == {"0": "other", "2.1": "ffn_in", "2.3": "ffn_out"}

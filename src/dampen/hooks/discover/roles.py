@@ -5,7 +5,7 @@ Low-rank adapters (peft's LoRA) lie beside a linear layer: they are found here t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -208,6 +208,12 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
         and len(rest) > 1
     ):
         shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
+        pairs = {
+            a for a in rest if any(_is_partner(a, b, maps) for b in rest if shapes[a] != shapes[b])
+        }
+        if pairs and rest[0] not in pairs and not _is_beside_any(rest[0], pairs, maps):
+            # what joins two streams is in no pair (U-ViT)
+            rest = [n for n in rest if n in pairs or _is_beside_any(n, pairs, maps)]
         width = shapes[rest[0]][1]  # the first map reads the tokens
         narrowing = [name for name in rest if shapes[name][0] == width and shapes[name][1] != width]
         for name in rest:
@@ -218,6 +224,10 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
         if any(roles[n] == "ffn_in" and _is_beside(n, name, maps) for n in maps):
             roles[name] = "ffn_in"  # of SwiGLU; a router is not as wide
     return roles
+
+
+def _is_beside_any(name: str, others: Iterable[str], maps: Mapping[str, nn.Module]) -> bool:
+    return any(_is_beside(name, other, maps) for other in others)
 
 
 def _is_beside(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
