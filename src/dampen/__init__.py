@@ -1,6 +1,7 @@
 """dampen: any Transformer regularizer in any PyTorch model in one line, at almost no cost.
 
-The names are in `public.py` and come in on first use, so that the command prints its help without waiting for torch.
+The names are in `public.py` and come in on first use, so that the command prints its help without
+waiting for torch.
 """
 
 import importlib
@@ -28,7 +29,8 @@ _STUDIES = {
     "compare": "dampen.studies.compare",
     "load": "dampen.studies.study",
 }
-"""Names at the front door that lie above the core, by their home. The core itself never imports them."""
+"""Names at the front door that lie above the core, by their home. The core
+itself never imports them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +55,8 @@ def _from_the_lab(name: str) -> Any:
         if error.name is not None and error.name.startswith("dampen"):
             raise
         raise ModuleNotFoundError(
-            f"dampen.{name} needs dampen.studies, and {error.name} is not installed. Run: pip install 'dampen[studies]'",
+            f"dampen.{name} needs dampen.studies, and {error.name} is not "
+            "installed. Run: pip install 'dampen[studies]'",
             name=error.name,
         ) from error
 

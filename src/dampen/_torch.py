@@ -227,8 +227,8 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
 
 
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compiler.assume_constant_result` does, without the import of dynamo that it brings
-    (half a second, and more packages than torch needs). torch 2.1 and newer."""
+    """What `torch.compiler.assume_constant_result` does, without the import of dynamo that it
+    brings (half a second, and more packages than torch needs). torch 2.1 and newer."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -241,8 +241,8 @@ def without_modes() -> AbstractContextManager[None]:
 
 
 def function_mode() -> Any:
-    """The innermost torch function mode that is open; None: there is none. torch 2.0 and newer, as the
-    two below."""
+    """The innermost torch function mode that is open; None: there is none. torch 2.0 and newer, as
+    the two below."""
     return torch.overrides._get_current_function_mode()
 
 
@@ -342,8 +342,8 @@ def placed_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def memory_is_gone(t: torch.Tensor) -> bool:
     """Whether a tensor has entries but no memory behind them, as FSDP leaves a weight between two
-    uses; reading it is an error or a crash. `untyped_storage`, torch 2.0 and newer; not called while
-    tracing, nor of wrapped tensors."""
+    uses; reading it is an error or a crash. `untyped_storage`, torch 2.0 and newer; not called
+    while tracing, nor of wrapped tensors."""
     if torch.compiler.is_compiling() or in_functorch() or t.is_meta or t.numel() == 0:
         return False
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.untyped_storage().nbytes() == 0

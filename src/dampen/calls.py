@@ -1,13 +1,15 @@
-"""What passes between a layer and its methods: what a stage is given, and the penalties that it leaves.
+"""What passes between a layer and its methods: what a stage is given, and the
+penalties that it leaves.
 
-A stage is given the layer it sits in, and the linear map, the residual branch or the attention that is under way.
-Letters as in `regularizer.py`: B batch, H heads, N queries, M keys, D channels.
+A stage is given the layer it sits in, and the linear map, the residual branch or the attention that
+is under way. Letters as in `regularizer.py`: B batch, H heads, N queries, M keys, D channels.
 
-Penalties accumulate on the clones until they are consumed. A penalty that is made and not added to the loss changes
-nothing, and nothing looks wrong. So one parameter of each layer that makes penalties is watched: if a backward pass
-reaches it while penalties wait, they were left out of the loss, and the next training forward says so. (A hook on a
-parameter is the one thing that works alike in eager mode, inside a compiled graph, under checkpointing and in DDP; a
-hook on an activation ends a graph.)
+Penalties accumulate on the clones until they are consumed. A penalty that is made and not added to
+the loss changes nothing, and nothing looks wrong. So one parameter of each layer that makes
+penalties is watched: if a backward pass reaches it while penalties wait, they were left out of the
+loss, and the next training forward says so. (A hook on a parameter is the one thing that works
+alike in eager mode, inside a compiled graph, under checkpointing and in DDP; a hook on an
+activation ends a graph.)
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class LinearCall:
     adapter: LowRank | None = None  # LoRA beside the map, which weight and output do not contain
 
     def clean_output(self) -> Tensor:
-        """x W^T + b of the input and the weight above, which no method has changed; made where it was not. It is not
-        kept: a checkpoint would not make it again, and miss it."""
+        """x W^T + b of the input and the weight above, which no method has changed; made where it
+        was not. It is not kept: a checkpoint would not make it again, and miss it."""
         if self.output is not None:
             return self.output
         both = torch.promote_types(
@@ -88,8 +90,8 @@ class LinearCall:
 
 @dataclass(eq=False)
 class BranchCall:
-    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn", "parallel" for both, or
-    "mixer" for what replaces attention in a layer without one (Mamba)."""
+    """One residual branch, about to be added to `residual`. `role` is "attention", "ffn",
+    "parallel" for both, or "mixer" for what replaces attention in a layer without one (Mamba)."""
 
     role: str
     residual: Tensor
@@ -177,7 +179,8 @@ class Call:
 
     @property
     def keep(self) -> Tensor | None:
-        """Bool, broadcastable to (B, H, N, M), True where the model lets a query see a key; None: everywhere."""
+        """Bool, broadcastable to (B, H, N, M), True where the model lets a query see a
+        key; None: everywhere."""
         if self.is_causal:
             return causal_rows(self.shape[2], self.shape[3], self.rows, self.device)
         return self.mask
@@ -200,8 +203,8 @@ class Call:
 
     @property
     def row_sums(self) -> Tensor | None:
-        """What the rows of A sum to, broadcastable to (B, H, N, 1), for `heads`: 0 for a query without keys, less than
-        1 beside attention sinks. None: every row sums to 1."""
+        """What the rows of A sum to, broadcastable to (B, H, N, 1), for `heads`: 0 for a query
+        without keys, less than 1 beside attention sinks. None: every row sums to 1."""
         if self.weights is not None:
             return self.weights.sum(-1, keepdim=True)
         return None if self.is_causal or self.mask is None else any_in_row(self.mask)
@@ -215,13 +218,14 @@ class Call:
         return mask.flatten(1, 2).any(1)
 
     def projection(self, role: str) -> LinearCall:
-        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias and output, fused
-        or not."""
+        """The bare linear map behind "q", "k" or "v": its own input, weight (heads x d, in), bias
+        and output, fused or not."""
         return _cut(*self.source(role), role)
 
     def is_first(self, roles: str, key: Any) -> bool:
-        """Whether this is the first attention that penalizes the projections behind `roles` under `key`: a module may
-        attend several times with what its projections made once (DiffLlama, images of several sizes in one row)."""
+        """Whether this is the first attention that penalizes the projections behind `roles` under
+        `key`: a module may attend several times with what its projections made once (DiffLlama,
+        images of several sizes in one row)."""
         first: LinearCall | None = None
         maps: list[LinearCall | None] = []  # None for the first: a circle of references would stay
         rows: list[tuple[int, ...]] = []
@@ -240,12 +244,14 @@ class Call:
         return True
 
     def source(self, role: str) -> tuple[LinearCall, slice | Tensor]:
-        """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of its rows make the role."""
+        """The linear map behind "q", "k" or "v" as it ran, fused or not, and which of
+        its rows make the role."""
         return find_source(self, role)
 
 
 def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
-    """The linear map behind q, k or v of one attention call, and its rows, all of them where it is not fused."""
+    """The linear map behind q, k or v of one attention call, and its rows, all of them
+    where it is not fused."""
     if role in call.cuts:
         name, rows = call.cuts[role]
         return check_whole(call.maps[name]), rows
@@ -266,17 +272,24 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
         check_whole(whole)
     if isinstance(whole.module, nn.Conv1d | nn.Conv2d):
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its convolution "
-            f"'{fused}' makes q, k and v, and the way of its channels to {role} could not be followed. "
-            "Inside torch.compile run one plain forward first (regularize(..., example=...) does), else leave the "
+            f"{type(call.module).__name__} at "
+            f"'{call.site.name if call.site else 'this attention'}': its convolution "
+            f"'{fused}' makes q, k and v, and the way of its "
+            f"channels to {role} could not be followed. "
+            "Inside torch.compile run one plain forward first "
+            "(regularize(..., example=...) does), else leave the "
             "layer out with target_modules=."
         )
     if role in call.unknown:
         raise RuntimeError(
-            f"{type(call.module).__name__} at '{call.site.name if call.site else 'this attention'}': its fused map "
-            f"'{fused}' makes q, k and v, but what the attention gets as {role} is not in the columns where {role} "
-            "would be with all of q first, then k, then v (they may be interleaved per head), so which columns make "
-            f"{role} is unknown. Use separate projections, or leave the layer out with target_modules=."
+            f"{type(call.module).__name__} at "
+            f"'{call.site.name if call.site else 'this attention'}': its fused map "
+            f"'{fused}' makes q, k and v, but what the attention gets as "
+            f"{role} is not in the columns where {role} "
+            "would be with all of q first, then k, then v (they may be "
+            "interleaved per head), so which columns make "
+            f"{role} is unknown. Use separate projections, or "
+            "leave the layer out with target_modules=."
         )
     rows = _fused_rows(call, whole, fused)
     start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[role]
@@ -284,7 +297,8 @@ def find_source(call: Call, role: str) -> tuple[LinearCall, slice | Tensor]:
 
 
 def claimed_rows(call: Call, role: str) -> slice | None:
-    """The rows of a fused map that make a role by convention: all of q, then k, then v. None where they do not fit."""
+    """The rows of a fused map that make a role by convention: all of q, then k, then v. None where
+    they do not fit."""
     try:
         rows = find_source(call, role)[1]
     except RuntimeError:  # raised where a method requests the map
@@ -312,28 +326,34 @@ def check_whole(linear: LinearCall) -> LinearCall:
     if any(t is not None and memory_is_gone(t) for t in (linear.weight, linear.bias)):
         where = linear.site.name if linear.site else ""
         raise RuntimeError(
-            f"the weight of the linear layer {linear.role} at '{where}' is read where its attention "
+            f"the weight of the linear layer {linear.role} "
+            f"at '{where}' is read where its attention "
             "runs, but FSDP shards this layer as a unit of its own and has freed the weight by "
             "then. Shard whole blocks instead: fully_shard(block) for each block, and not "
             "fully_shard(linear)."
         )
     if linear.weight.shape[0] == 0 and hasattr(linear.weight, "ds_id"):
         raise RuntimeError(
-            f"the weight of the map {linear.role} is read where its attention runs, but DeepSpeed's ZeRO-3 keeps it "
-            "whole only while the map itself runs. Let it gather whole blocks, before deepspeed.initialize: "
+            f"the weight of the map {linear.role} is read where its "
+            "attention runs, but DeepSpeed's ZeRO-3 keeps it "
+            "whole only while the map itself runs. Let it gather "
+            "whole blocks, before deepspeed.initialize: "
             "deepspeed.utils.set_z3_leaf_modules(model, [type(block)])."
         )
     return linear
 
 
 def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
-    """How many rows of a fused weight make q, k and v, from the number of query heads seen at the socket.
+    """How many rows of a fused weight make q, k and v, from the number of query
+    heads seen at the socket.
 
-    The number of key heads follows from the weight, because some libraries repeat keys before they call the socket.
+    The number of key heads follows from the weight, because some libraries repeat keys before they
+    call the socket.
     """
     if call.value_size not in (0, call.head_size):
         raise RuntimeError(
-            f"{type(call.module).__name__}: its fused projection makes values of {call.value_size} channels and keys "
+            f"{type(call.module).__name__}: its fused projection makes "
+            f"values of {call.value_size} channels and keys "
             f"of {call.head_size}, so it is unknown which of its rows make what. "
             "Use separate projections, or leave the layer out with target_modules=."
         )
@@ -341,14 +361,17 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
     keys, rest = divmod(total - queries, 2)
     if rest or keys <= 0 or keys % call.head_size:
         raise RuntimeError(
-            f"{type(call.module).__name__}: its fused projection has {total} rows, which {call.shape[1]} query heads "
-            f"of size {call.head_size} and equal numbers of keys and values cannot make. Use separate projections, or "
+            f"{type(call.module).__name__}: its fused projection has {total} "
+            f"rows, which {call.shape[1]} query heads "
+            f"of size {call.head_size} and equal numbers of keys and values "
+            "cannot make. Use separate projections, or "
             "say which maps make q, k and v (projections=)."
         )
     return {"q": queries, "k": keys, "v": keys}
 
 
-# --- the penalties that it leaves ---------------------------------------------------------------------
+# --- the penalties that it
+# leaves ---------------------------------------------------------------------
 
 MAIN_THREAD = threading.main_thread().ident
 
@@ -360,8 +383,9 @@ Sum = Callable[[Sequence[Parts]], Sequence[Tensor]]
 class Deferred(NamedTuple):
     """A penalty that is not summed yet: what would be summed, and who sums it.
 
-    In a small model a step is calls more than numbers, and a penalty of each map is many small ones. What waits under
-    one name is put together, and when penalties are consumed, one call makes the sums of all layers.
+    In a small model a step is calls more than numbers, and a penalty of each map is many small
+    ones. What waits under one name is put together, and when penalties are consumed, one call makes
+    the sums of all layers.
     """
 
     parts: Parts
@@ -413,7 +437,8 @@ def settle(terms: Mapping[str, Penalty]) -> dict[str, Tensor]:
 
 
 def waiting_of(clone: Regularizer) -> dict[str, Penalty]:
-    """Those slots of a clone that the calling thread's forwards have filled: one per name, and per thread."""
+    """Those slots of a clone that the calling thread's forwards have filled: one per
+    name, and per thread."""
     me, found = owner(), {}
     for key, value in list(clone._penalties.items()):
         if key.partition("@")[2] == me:
@@ -424,7 +449,8 @@ def waiting_of(clone: Regularizer) -> dict[str, Penalty]:
 def consume(clone: Regularizer) -> dict[str, Penalty]:
     """The penalties of a clone by name; their slots are empty afterwards.
 
-    Those that this thread's forwards made; where they made none, those of the thread that ran them for it."""
+    Those that this thread's forwards made; where they made none, those of the thread
+    that ran them for it."""
     taken: dict[str, Penalty] = {}
     slots, me = clone._penalties, owner()
     mine = [key for key in list(slots) if key.partition("@")[2] == me]
@@ -456,8 +482,10 @@ class Penalties:
         self.gradients = (
             False  # the model's forward is under way, and was entered with gradients on
         )
-        self.outside = False  # a training forward that a two-pass method should have seen ran outside `reg.loss`
-        self.alarm = False  # whether `passed` has anyone in it; alone, because a graph is guarded by what it reads
+        # a training forward that a two-pass method should have seen ran outside `reg.loss`
+        self.outside = False
+        # whether `passed` has anyone in it; alone, because a graph is guarded by what it reads
+        self.alarm = False
         self.passed: set[str] = (
             set()
         )  # the threads whose backward went past penalties, or past a two-pass method
@@ -466,8 +494,8 @@ class Penalties:
     # while a forward runs
 
     def counts(self, clone: Regularizer) -> bool:
-        """Whether a penalty that is being made is to be kept: in training, with gradients, or where it was requested
-        explicitly."""
+        """Whether a penalty that is being made is to be kept: in training, with gradients, or where
+        it was requested explicitly."""
         if self.asked():
             return True
         if not clone.training:
@@ -483,8 +511,8 @@ class Penalties:
         return True
 
     def keeps_nothing(self) -> bool:
-        """Whether no penalty of the model's forward under way would be kept: it has no gradients (`generate`), and
-        `reg.loss` did not request it."""
+        """Whether no penalty of the model's forward under way would be kept: it has no gradients
+        (`generate`), and `reg.loss` did not request it."""
         return (
             not torch.is_grad_enabled()
             and not self.gradients
@@ -493,8 +521,8 @@ class Penalties:
         )
 
     def enter(self, training: bool, input_has_gradient: bool = False) -> None:
-        """The model's own forward starts; `leave` ends it, whatever happens. An input with a gradient
-        under `no_grad` is a reentrant checkpoint's around the whole model."""
+        """The model's own forward starts; `leave` ends it, whatever happens. An input with a
+        gradient under `no_grad` is a reentrant checkpoint's around the whole model."""
         self._start(training)
         self.gradients = torch.is_grad_enabled() or input_has_gradient
         self.inside.append(owner())
@@ -530,23 +558,30 @@ class Penalties:
         end = "If it is meant, say so: dampen.regularize(..., strict=False)."
         if self.outside:
             return (
-                f"{self.comparing} compares two passes, but the last training step called the model outside reg.loss, "
+                f"{self.comparing} compares two passes, but the last training "
+                "step called the model outside reg.loss, "
                 "so it did nothing. Let the handle run both passes: "
-                f"loss, terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). {end}"
+                "loss, terms = reg.loss(lambda: model(x), "
+                f"lambda out: F.cross_entropy(out, y)). {end}"
             )
         found = sorted({key.partition("@")[0] for c in self.clones for key in list(c._penalties)})
         names = ", ".join(found) or "none now"
         return (
-            f"a backward pass ran through the model while its penalties ({names}) had not been taken, so "
-            "they were not in the loss. Write loss = task + reg.penalty() before loss.backward(), or loss, "
-            "terms = reg.loss(lambda: model(x), lambda out: F.cross_entropy(out, y)). A copy of a model "
-            f"has no handle: copy.deepcopy(reg) copies both, dampen.remove(copy) makes it plain. {end}"
+            "a backward pass ran through the model while its "
+            f"penalties ({names}) had not been taken, so "
+            "they were not in the loss. Write loss = task + "
+            "reg.penalty() before loss.backward(), or loss, "
+            "terms = reg.loss(lambda: model(x), lambda out: "
+            "F.cross_entropy(out, y)). A copy of a model "
+            "has no handle: copy.deepcopy(reg) copies both, "
+            f"dampen.remove(copy) makes it plain. {end}"
         )
 
     # waiting, taken, forgotten
 
     def taken(self) -> None:
-        """The penalties were taken: whatever backward went past them before, they are in the user's hands now."""
+        """The penalties were taken: whatever backward went past them before, they are in
+        the user's hands now."""
         self.outside = False
         if self.alarm:
             self.passed &= self._waiting()
@@ -577,15 +612,18 @@ class Penalties:
         return ("" if here == MAIN_THREAD else str(here)) in self.askers
 
     def asking(self) -> Asking:
-        """Inside `reg.loss`: what the forwards make is counted under `no_grad` and in eval too, for it is taken."""
+        """Inside `reg.loss`: what the forwards make is counted under `no_grad` and in eval too, for
+        it is taken."""
         return Asking(self)
 
     # watching the backward
 
     def watch(self, clone: Regularizer) -> None:
-        """Have a parameter of the clone's layer report when a backward reaches it. Cheap where one is watched already.
+        """Have a parameter of the clone's layer report when a backward reaches it. Cheap where one
+        is watched already.
 
-        Looked for anew where it was frozen or replaced meanwhile (LoRA; FSDP2 has its own inside a forward)."""
+        Looked for anew where it was frozen or replaced meanwhile (LoRA; FSDP2 has its
+        own inside a forward)."""
         if not self.strict:
             return
         if clone.watched is not None:

@@ -1,4 +1,5 @@
-"""Names of 0.2 that changed. Each works until 0.4 and warns once; these tables are all there is of them."""
+"""Names of 0.2 that changed. Each works until 0.4 and warns once; these tables are
+all there is of them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from dampen.names import nearest
 PUBLIC = {"Regularization": "Handle"}
 """Names of `dampen`."""
 ARGUMENTS = {"sites": "target_modules", "carry": "attach_to_loss"}
-"""Keywords of `regularize`, `Trial.regularize`, `set_builtin_dropout` and `regularize_convolutions`."""
+"""Keywords of `regularize`, `Trial.regularize`, `set_builtin_dropout` and
+`regularize_convolutions`."""
 HANDLE = {"asked": "in_loss", "carried": "attached"}
 """Attributes of a `Handle`; its method `own` became two."""
 
@@ -51,7 +53,8 @@ def accepts_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
             if old in kwargs:
                 if new in kwargs:
                     raise TypeError(
-                        f"{function.__name__}() got {old}= and {new}=, its new name. Give {new}= alone."
+                        f"{function.__name__}() got {old}= and "
+                        f"{new}=, its new name. Give {new}= alone."
                     )
                 warn_renamed(f"{function.__name__}({old}=...)", f"{function.__name__}({new}=...)")
                 kwargs[new] = kwargs.pop(old)

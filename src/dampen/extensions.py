@@ -203,7 +203,8 @@ class Registry(Mapping[str, T], Generic[T]):
         names = added(self.group)
         if twice := sorted({*names} & {*self.own}):
             raise ValueError(
-                f"a plug-in adds {twice[0]!r} to {self.group}, which dampen has itself. It needs another name."
+                f"a plug-in adds {twice[0]!r} to {self.group}, which "
+                "dampen has itself. It needs another name."
             )
         return names
 

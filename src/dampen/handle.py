@@ -42,29 +42,36 @@ def regularize(
     keep_start: bool = False,
     replace_attention: bool = False,
 ) -> Handle:
-    """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and eval mode stay as
-    they were. Learned rates (`learn=`) alone are parameters that the model gains: they are in `model.parameters()`, so
-    that optimizers and DDP see them, and not in its state_dict; `reg.state_dict()` has them.
+    """Put regularizers into `model`, in place, one clone per layer. Parameters, state_dict keys and
+    eval mode stay as they were. Learned rates (`learn=`) alone are parameters that the model gains:
+    they are in `model.parameters()`, so that optimizers and DDP see them, and not in its
+    state_dict; `reg.state_dict()` has them.
 
     Args:
-        model: any model with softmax attention: by `F.scaled_dot_product_attention`, by `nn.MultiheadAttention`, or
-            computed by its own code; what cannot be recognized raises.
-        methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) + drop_head". Each is
-            cloned, the given objects are left alone.
+        model: any model with softmax attention: by `F.scaled_dot_product_attention`, by
+            `nn.MultiheadAttention`, or computed by its own code; what cannot be recognized raises.
+        methods: one regularizer or several, or text as in `dampen compare`: "drop_key(rate=0.2) +
+            drop_head". Each is cloned, the given objects are left alone.
         target_modules: pattern(s) of dotted names of layers or attention modules, as in
-            `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits it, as in `"!blocks.0"`.
+            `"blocks.[0-3].*"`; one that begins with "!" leaves out what fits
+            it, as in `"!blocks.0"`.
         attention: "self", "cross" or "all".
-        projections: which linear layer has which role, where names do not show it: role -> name inside the attention module.
-        depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to 1 for schedules;
-            "model": all layers count as one stack. Layers count in the order in which they run, which the first forward
-            shows (until then: in which the model lists them) or `example`.
-        strict: raise where penalties were left out of the loss (a backward ran while they waited), or a two-pass
-            method was (the model was trained outside `reg.loss`). False for those who mean it.
-        example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords). One forward then
-            reports at once what the first training step would: an attention that cannot be entered, for one.
-        attach_to_loss: for trainers whose loss cannot be touched: adds the penalty gradients through the loss that the
-            model itself returns, whose value stays what it was (`reg.attached` has the penalties). A number instead
-            of True where it returns none: how much of that gradient each backward adds.
+        projections: which linear layer has which role, where names do not show it: role -> name
+            inside the attention module.
+        depth: "stack": an encoder and a decoder (or two towers) each have their own depth from 0 to
+            1 for schedules; "model": all layers count as one stack. Layers count in the order in
+            which they run, which the first forward shows (until then: in which the model lists
+            them) or `example`.
+        strict: raise where penalties were left out of the loss (a backward ran while they waited),
+            or a two-pass method was (the model was trained outside `reg.loss`).
+            False for those who mean it.
+        example: what the model is called with (a tensor, a tuple of arguments, a dict of keywords).
+            One forward then reports at once what the first training step would: an attention that
+            cannot be entered, for one.
+        attach_to_loss: for trainers whose loss cannot be touched: adds the penalty gradients
+            through the loss that the model itself returns, whose value stays what it was
+            (`reg.attached` has the penalties). A number instead of True where it returns none: how
+            much of that gradient each backward adds.
         keep_start: keep the weights of now, for `reg.interpolate` and `reg.at_start`.
         replace_attention: attention that the model computes itself, softmax(c q k^T + mask) v, runs
             as dampen's, in training with a method in it. Faster, and equal up to rounding: the
@@ -111,7 +118,8 @@ def regularize(
 
 
 def _chosen(methods: Any) -> list[Any]:
-    """The regularizers of an argument `methods`: texts are read, objects stay. `attach` checks what they are."""
+    """The regularizers of an argument `methods`: texts are read, objects stay. `attach`
+    checks what they are."""
     if methods is None:
         raise TypeError(
             "regularize takes regularizers such as DropKey(0.1), a list of them, or text, got None."
@@ -123,7 +131,8 @@ def _chosen(methods: Any) -> list[Any]:
     names = [type(m).__name__ for m in chosen]
     for twice in sorted({name for name in names if names.count(name) > 1}):
         warnings.warn(
-            f"regularize got {twice} {names.count(twice)} times; each acts, one after the other. Leave one out if "
+            f"regularize got {twice} {names.count(twice)} times; each "
+            "acts, one after the other. Leave one out if "
             "that is not meant.",
             stacklevel=4,
         )
@@ -137,18 +146,21 @@ def _attach_to_loss(reg: Handle, scale: bool | float) -> None:
         reads = "compares two passes" if comparing.passes > 1 else "reads the output or the loss"
         raise ValueError(
             f"regularize(..., attach_to_loss={scale!r}): {type(comparing).__name__} {reads}, and "
-            "one forward cannot carry that. Use an integration (dampen.integrations) or reg.loss for it, and "
+            "one forward cannot carry that. Use an integration "
+            "(dampen.integrations) or reg.loss for it, and "
             "attach penalties only."
         )
     if scale is not True and not (isinstance(scale, int | float) and scale > 0):
         raise ValueError(
-            f"attach_to_loss is True, or the positive number to scale the penalties by, got {scale!r}."
+            "attach_to_loss is True, or the positive number "
+            f"to scale the penalties by, got {scale!r}."
         )
     swap(reg.model, "carrier", CarrierSite(reg, None if scale is True else float(scale)))
 
 
 class Handle(OldNames):
-    """What `regularize` returns. Print it to see what sits where, at which rate, and which kernel runs."""
+    """What `regularize` returns. Print it to see what sits where, at which rate,
+    and which kernel runs."""
 
     _old_names = HANDLE
     _penalties_seen = False
@@ -229,13 +241,16 @@ class Handle(OldNames):
         logits: Callable[[Any], Tensor] | None = None,
         valid: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the forward (twice where a method needs two passes), add the penalties: the loss and its named terms.
+        """Run the forward (twice where a method needs two passes), add the penalties: the loss and
+        its named terms.
 
         Args:
             forward: runs the model and returns its output.
             criterion: the task loss of one such output.
-            logits: takes the logits out of an output that is neither a tensor nor an object with `.logits`.
-            valid: bool, False on padded positions, for methods that compare the outputs of two passes.
+            logits: takes the logits out of an output that is neither a tensor nor
+                an object with `.logits`.
+            valid: bool, False on padded positions, for methods that compare
+                the outputs of two passes.
 
         Returns:
             the loss to call `backward()` on, and its terms by name, `task` among them.
@@ -299,8 +314,8 @@ class Handle(OldNames):
         return sum(terms.values(), start=task), {"task": task, **terms}
 
     def penalty(self) -> Tensor:
-        """The sum of the penalties made since they were last taken, for those who own their loop: `loss = task +
-        reg.penalty()`.
+        """The sum of the penalties made since they were last taken, for those who own their loop:
+        `loss = task + reg.penalty()`.
 
         Returns:
             a scalar; 0 where no method has a penalty.
@@ -310,8 +325,9 @@ class Handle(OldNames):
         return sum(taken.values(), start=torch.zeros((), dtype=torch.float32, device=device))
 
     def penalties(self) -> dict[str, Tensor]:
-        """Take the penalties made since they were last taken, by method and term, summed over layers and forwards:
-        both of a siamese step count. Forwards in eval and under `no_grad` add none.
+        """Take the penalties made since they were last taken, by method and term, summed over
+        layers and forwards: both of a siamese step count. Forwards in eval and
+        under `no_grad` add none.
 
         Returns:
             the terms by name, as in `explicit_dropout.value`.
@@ -323,7 +339,8 @@ class Handle(OldNames):
             if comparing.passes > 1:
                 reads = f"{comparing.passes} passes"
             raise RuntimeError(
-                f"{type(comparing).__name__} compares {reads}, and one forward has no penalty of it. "
+                f"{type(comparing).__name__} compares "
+                f"{reads}, and one forward has no penalty of it. "
                 "Let the handle run them: loss, terms = reg.loss(lambda: model(x), criterion)."
             )
         if self.model.training and torch.is_grad_enabled():
@@ -354,7 +371,8 @@ class Handle(OldNames):
         return settle(terms)
 
     def _check_adapters(self) -> None:
-        """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map below it alone."""
+        """Raise where LoRA was put around a map after `regularize`: a penalty reads the frozen map
+        below it alone."""
         for name, module in self.model.named_modules():
             site = vars(module).get("_dampen_linear")
             if site is None or site.adapter is not None or not name.endswith(".base_layer"):
@@ -363,9 +381,12 @@ class Handle(OldNames):
             if reading:
                 self._ledger.forget()
                 raise RuntimeError(
-                    f"an adapter (LoRA) was put around '{name.removesuffix('.base_layer')}' after regularize, so "
-                    f"{type(reading[0]).__name__} reads the frozen map below it, not the one that is trained. Put the "
-                    "adapters in first, then regularize; or say it: dampen.integrations.peft.connect(reg)."
+                    "an adapter (LoRA) was put around "
+                    f"'{name.removesuffix('.base_layer')}' after regularize, so "
+                    f"{type(reading[0]).__name__} reads the frozen map below "
+                    "it, not the one that is trained. Put the "
+                    "adapters in first, then regularize; or say "
+                    "it: dampen.integrations.peft.connect(reg)."
                 )
 
     def _check_gradient(self, r: Regularizer, name: str) -> None:
@@ -373,10 +394,14 @@ class Handle(OldNames):
             self._check_adapters()
             self._ledger.forget()
             raise RuntimeError(
-                f"the penalty {name} at '{r.site.name if r.site else ''}' carries no gradient although its layer is "
-                "being trained. Reentrant activation checkpointing discards it: use checkpoint(..., "
-                "use_reentrant=False), in transformers gradient_checkpointing_kwargs={'use_reentrant': False}. "
-                "(A part of the model that runs under torch.no_grad() has penalties without gradient too: leave its "
+                f"the penalty {name} at '{r.site.name if r.site else ''}' "
+                "carries no gradient although its layer is "
+                "being trained. Reentrant activation "
+                "checkpointing discards it: use checkpoint(..., "
+                "use_reentrant=False), in transformers "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}. "
+                "(A part of the model that runs under torch.no_grad() has "
+                "penalties without gradient too: leave its "
                 "layers out with target_modules=, or freeze them.)"
             )
 
@@ -392,8 +417,9 @@ class Handle(OldNames):
         return [p for r in self.clones for p in r.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the schedules, the learned values, and the weights that Mixout started from. The model's own
-        state_dict has nothing of them. Where weights are sharded, call it in every process.
+        """The position of the schedules, the learned values, and the weights that Mixout started
+        from. The model's own state_dict has nothing of them. Where weights are sharded,
+        call it in every process.
 
         Returns:
             tensors and numbers, to save beside the model's state_dict.
@@ -421,17 +447,20 @@ class Handle(OldNames):
         missing = {"progress", "parameters", "methods"} - set(state)
         if missing:
             raise ValueError(
-                f"not a state of a Handle: {', '.join(sorted(missing))} missing, got {sorted(state)}."
+                "not a state of a Handle: "
+                f"{', '.join(sorted(missing))} missing, got {sorted(state)}."
             )
         if list(state["methods"]) != [r.name for r in self.methods]:
             raise ValueError(
                 f"the state is of the methods {list(state['methods'])}, but this model carries "
-                f"{[r.name for r in self.methods]}. Regularize with the same methods before loading."
+                f"{[r.name for r in self.methods]}. "
+                "Regularize with the same methods before loading."
             )
         own = {f"{i}.{name}": (r, name) for i, r in enumerate(self.clones) for name in r.saved()}
         if set(own) != set(state["parameters"]):
             raise ValueError(
-                f"learnable values differ: expected {sorted(own)}, got {sorted(state['parameters'])}."
+                "learnable values differ: expected "
+                f"{sorted(own)}, got {sorted(state['parameters'])}."
             )
         for key, value in state["parameters"].items():
             r, name = own[key]
@@ -505,16 +534,16 @@ class Handle(OldNames):
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Inside, the model trains as if it had no regularizers. Its own dropout stays; `dampen.deterministic` silences
-        that too."""
+        """Inside, the model trains as if it had no regularizers. Its own dropout stays;
+        `dampen.deterministic` silences that too."""
         self._alive()
         with self._model_site.holding("enabled", False):
             yield
 
     @contextlib.contextmanager
     def mc_mode(self) -> Iterator[None]:
-        """Inside, the stochastic regularizers and the model's own dropout act in eval mode too: Monte-Carlo sampling at
-        test time."""
+        """Inside, the stochastic regularizers and the model's own dropout act in eval mode too:
+        Monte-Carlo sampling at test time."""
         self._alive()
         with self._model_site.holding("sampling", True), sampling_own(self.model):
             yield
@@ -526,13 +555,14 @@ class Handle(OldNames):
         samples: int = 16,
         logits: Callable[[Any], Tensor] | None = None,
     ) -> Tensor:
-        """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap between training
-        and test.
+        """Class probabilities averaged over `samples` random forwards: DropKey's remedy for the gap
+        between training and test.
 
         Args:
             forward: runs the model and returns its output.
             samples: the number of forward passes.
-            logits: takes the logits out of an output that is neither a tensor nor an object with `.logits`.
+            logits: takes the logits out of an output that is neither a tensor nor
+                an object with `.logits`.
 
         Returns:
             probabilities, in the shape of the logits.
@@ -549,7 +579,8 @@ class Handle(OldNames):
         """The dropout that is part of the model: its places and its rates now.
 
         Args:
-            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path",
+                "attention dropout").
 
         Returns:
             one entry per place, with its name, kind and rate.
@@ -562,14 +593,16 @@ class Handle(OldNames):
     def set_builtin_dropout(
         self, rate: Value, target_modules: str | Sequence[str] = "*"
     ) -> list[OwnRate]:
-        """Give the dropout that is part of the model other rates from now on, and return those that were set.
+        """Give the dropout that is part of the model other rates from now on, and
+        return those that were set.
 
-        `remove()` gives back what was. A rate is a plain number of the model, so a compiled graph is compiled again
-        whenever it changes: schedule regularizers instead where that matters.
+        `remove()` gives back what was. A rate is a plain number of the model, so a compiled graph
+        is compiled again whenever it changes: schedule regularizers instead where that matters.
 
         Args:
             rate: a number (0 switches it off), a schedule or one value per layer.
-            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path", "attention dropout").
+            target_modules: pattern(s) of names ("blocks.*.attn_drop") or kinds ("drop path",
+                "attention dropout").
 
         Returns:
             the places that were set.
@@ -589,8 +622,10 @@ class Handle(OldNames):
         schedule = as_schedule(rate, "reg.set_builtin_dropout(rate=...)")
         if isinstance(schedule, per_layer) and len(schedule.values) != len(self.layers):
             raise ValueError(
-                f"reg.set_builtin_dropout(rate=...) has {len(schedule.values)} values, but the model has "
-                f"{len(self.layers)} layers. Give one value per layer, one number for all, or a schedule such as "
+                "reg.set_builtin_dropout(rate=...) has "
+                f"{len(schedule.values)} values, but the model has "
+                f"{len(self.layers)} layers. Give one value per layer, "
+                "one number for all, or a schedule such as "
                 "linear(0.3, 0.0)."
             )
         for r in chosen:
@@ -660,13 +695,16 @@ def _needs_loss(method: Regularizer) -> bool:
 
 
 def _logits(output: Any, take: Callable[[Any], Tensor] | None) -> Tensor:
-    """The logits of a model output: a tensor, `.logits` of a Hugging Face output, or what the user says."""
+    """The logits of a model output: a tensor, `.logits` of a Hugging Face output,
+    or what the user says."""
     value = output if take is None else take(output)
     if isinstance(value, Tensor):
         return value
     if isinstance(logits := getattr(value, "logits", None), Tensor):
         return logits
     raise TypeError(
-        f"the model's output is a {type(value).__name__}, neither a tensor nor an object with .logits. "
-        "Say where the logits are: reg.loss(forward, criterion, logits=lambda out: out['scores']), or out[0]."
+        f"the model's output is a {type(value).__name__}, "
+        "neither a tensor nor an object with .logits. "
+        "Say where the logits are: reg.loss(forward, criterion, "
+        "logits=lambda out: out['scores']), or out[0]."
     )

@@ -356,8 +356,9 @@ MASKS_KEPT = 4
 
 # thread -> those of the forwards under way
 memories: dict[int, list[MaskMemory | None]] = {}
-"""Thread -> those of the models' forwards under way, the innermost last. Whoever runs a forward appends
-None and takes the last one away at its end; a memory is made for the first mask that is read."""
+"""Thread -> those of the models' forwards under way, the innermost last. Whoever runs a forward
+appends None and takes the last one away at its end; a memory is made for the
+first mask that is read."""
 
 
 def _memory_for(mask: Tensor) -> MaskMemory | None:

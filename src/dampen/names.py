@@ -49,8 +49,8 @@ def snake_case(name: str) -> str:
 
 
 def leave_out(name: str) -> str:
-    """How to continue without one layer or attention, for the end of an error. The model itself cannot
-    be left out.
+    """How to continue without one layer or attention, for the end of an error. The model itself
+    cannot be left out.
 
     >>> leave_out("blocks.0")
     'leave it out: target_modules="!blocks.0"'

@@ -32,7 +32,8 @@ def methods() -> dict[str, type[Regularizer]]:
     for name, thing in from_plugins("dampen.methods").items():
         if name in found:
             raise ValueError(
-                f"a package offers a method {name!r}, which dampen has itself. It needs another name."
+                f"a package offers a method {name!r}, which "
+                "dampen has itself. It needs another name."
             )
         found[name] = _checked(name, thing)
     return dict(sorted(found.items()))

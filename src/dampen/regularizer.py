@@ -1,20 +1,25 @@
 """What a regularizer is. Read this file first.
 
-A regularizer is an `nn.Module` that overrides some of sixteen named **stages** which the data meets on its way through
-a Transformer, and the weights in a step of the optimizer. What it overrides is its declaration; there is no config
+A regularizer is an `nn.Module` that overrides some of sixteen named **stages** which the data meets
+on its way through a Transformer, and the weights in a step of the optimizer. What it overrides is
+its declaration; there is no config
 class beside it:
 
-    batch -> inputs -> embeddings -> tokens -> [(operands -> product -> qkv -> mask -> logits -> probs -> heads)
+    batch -> inputs -> embeddings -> tokens -> [(operands -> product -> qkv -> mask -> logits ->
+    probs -> heads)
     -> branch -> block] x L -> outputs -> task; before_step -> after_step
 
-Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B, H, N, D), k and v
-(B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention output (B, H, N, D).
+Letters in every signature of this package: B batch, H heads, N queries, M keys, D channels; q (B,
+H, N, D), k and v (B, H, M, D), s raw scores and a attention weights (B, H, N, M), o attention
+output (B, H, N, D).
 
-`qkv` and `heads` run once per attention; `mask`, `logits` and `probs` may run once per chunk of queries
-(`call.rows`), so what all queries share is drawn in `qkv` and kept in `call.memory[self.serial]`.
+`qkv` and `heads` run once per attention; `mask`, `logits` and `probs` may run once per chunk of
+queries (`call.rows`), so what all queries share is drawn in `qkv` and kept in
+`call.memory[self.serial]`.
 
-`regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are 0-d tensors, so
-that a schedule over training never recompiles a graph, and `penalize` adds a term to the loss of the present step.
+`regularize` puts one clone of each regularizer into every layer of a model. A clone's schedules are
+0-d tensors, so that a schedule over training never recompiles a graph, and `penalize` adds a term
+to the loss of the present step.
 """
 
 from __future__ import annotations
@@ -79,7 +84,8 @@ class UnsupportedModel(ValueError):
 
 
 class Regularizer(nn.Module):
-    """Override the stages you need. The set of overridden stages says where the regularizer sits and what it costs.
+    """Override the stages you need. The set of overridden stages says where the regularizer sits
+    and what it costs.
 
     A minimal method, complete with schedule, printing, conformance and command line:
 
@@ -101,16 +107,20 @@ class Regularizer(nn.Module):
     stochastic: ClassVar[bool] = True
     """False for methods that draw nothing: their result depends on the data alone."""
     per_sample: bool = False
-    """True where all that a method does is each sample's own: no draw is shared by a batch, and no penalty is made. A
-    step of two passes may then run as one batch that holds every sample twice."""
+    """True where all that a method does is each sample's own: no draw is shared by a batch, and no
+    penalty is made. A step of two passes may then run as one batch that
+    holds every sample twice."""
     needs_valid: ClassVar[bool] = False
-    """True where `LinearCall.valid` is read: the layer's attention is then watched for its padding mask."""
+    """True where `LinearCall.valid` is read: the layer's attention is then watched
+    for its padding mask."""
     reads_adapters: bool = False
     """True where `LinearCall.adapter` is read: a map with LoRA beside it is then W + s B A."""
     needs_adapters: ClassVar[bool] = False
-    """True for a method on low-rank adapters: its contracts are checked on models that have some."""
+    """True for a method on low-rank adapters: its contracts are checked on
+    models that have some."""
     needs_module: ClassVar[bool] = False
-    """True where `LinearCall.module` is read: experts that are slices of one parameter have none."""
+    """True where `LinearCall.module` is read: experts that are slices of
+    one parameter have none."""
     skips_samples: bool = False
     """True where a branch may run on the samples of `keep_samples` alone."""
     not_skipped: str = ""
@@ -126,43 +136,51 @@ class Regularizer(nn.Module):
     replaces_weight_decay: ClassVar[bool] = False
     """True for a method that decays weights: the optimizer's own decay is then switched off."""
     takes_jacobian: bool = False
-    """True where a penalty is a derivative of the attention: the attention is then run with gradients in a `reg.loss`
-    under `no_grad` too, and what it gives is detached."""
+    """True where a penalty is a derivative of the attention: the attention is then run with
+    gradients in a `reg.loss` under `no_grad` too, and what it gives is detached."""
     multiplies: bool = False
     """True where `multiply` may stand in for a linear map and `product`."""
     measuring: bool = False
-    """True while gradients are on for a derivative's sake alone, so that penalties are kept without a graph."""
+    """True while gradients are on for a derivative's sake alone, so that penalties are
+    kept without a graph."""
     roles: frozenset[str] = frozenset()
-    """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`. Every one by
-    default where a linear stage is overridden."""
+    """The linear maps that the method wants to see, in `operands` and `product` and in `Call.maps`.
+    Every one by default where a linear stage is overridden."""
     branch_roles: frozenset[str] = frozenset({"attention", "ffn", "mixer"})
     """The residual branches that the method acts on, by `BranchCall.role`."""
     per_query: bool = True
-    """False where `mask` is the same for all queries, so that long sequences need no chunks for its sake."""
+    """False where `mask` is the same for all queries, so that long sequences need
+    no chunks for its sake."""
     stages: frozenset[str] = frozenset()
     """The stages at work. An instance may switch some off by assigning a smaller set."""
     only_reads: bool = False
-    """True for a method that returns what it gets and only makes penalties. Such methods run first at every stage, on
-    operands that no other method has changed; where that takes one more attention or linear layer, it is computed for
-    them. By default: the method draws nothing, does not act in eval, and its code calls `penalize`."""
+    """True for a method that returns what it gets and only makes penalties. Such methods run first
+    at every stage, on operands that no other method has changed; where that takes one more
+    attention or linear layer, it is computed for them. By default: the method draws nothing, does
+    not act in eval, and its code calls `penalize`."""
     acts_first: ClassVar[bool] = False
-    """True for methods that replace or add numbers: they act before those that drop some. Otherwise methods act in the
-    order of their names, whatever the order in which they are given."""
+    """True for methods that replace or add numbers: they act before those that drop some. Otherwise
+    methods act in the order of their names, whatever the order in which they are given."""
     reads_product: bool = True
-    """False for a method that only reads and does not look at the `y` of `product`: then no product is made for it
-    where another method has changed the operands."""
+    """False for a method that only reads and does not look at the `y` of `product`: then no product
+    is made for it where another method has changed the operands."""
     changed_maps: frozenset[str] = frozenset()
-    """The linear layers (their roles) that other methods of the same block change, known once a clone is placed."""
+    """The linear layers (their roles) that other methods of the same block change, known once a
+    clone is placed."""
     example: ClassVar[dict[str, Any]] = {}
-    """Arguments of a sensible instance, for methods that do nothing until they get something to act on."""
+    """Arguments of a sensible instance, for methods that do nothing until they
+    get something to act on."""
     zero_is_identity: bool = True
-    """Whether a method does nothing where all its scheduled values are 0, so that its stages need not run then. Taken
-    to be False for a class with a `neutral` of its own that does not say otherwise."""
+    """Whether a method does nothing where all its scheduled values are 0, so that its stages need
+    not run then. Taken to be False for a class with a `neutral` of its own that
+    does not say otherwise."""
     _name: ClassVar[str] = "regularizer"
     acts_here: bool = True
-    """False for a clone that has nothing to act on in its layer, as `prepare` may find; `print(reg)` counts it."""
+    """False for a clone that has nothing to act on in its layer, as `prepare` may find;
+    `print(reg)` counts it."""
     ledger: Penalties | None = None
-    """What the clones of one model share about their penalties; None where a method is used without `regularize`."""
+    """What the clones of one model share about their penalties; None where a method is used without
+    `regularize`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -175,7 +193,8 @@ class Regularizer(nn.Module):
         )  # once per class: a cached function may not be called inside a graph
         cls.stages = frozenset(s for s in STAGES if getattr(cls, s) is not getattr(Regularizer, s))
         if "per_sample" not in vars(cls) and any(s in vars(cls) for s in STAGES):
-            cls.per_sample = False  # what a method says of its own stages says nothing of those that replace them
+            # what a method says of its own stages says nothing of those that replace them
+            cls.per_sample = False
         if "only_reads" not in vars(cls):
             cls.only_reads = not cls.stochastic and not cls.in_eval and class_penalizes(cls)
         if cls.stages & set(LINEAR_STAGES) and not cls.roles:
@@ -213,7 +232,8 @@ class Regularizer(nn.Module):
 
     @classmethod
     def canonical(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The one spelling of all arguments that make the same function. A study trains equal ones once."""
+        """The one spelling of all arguments that make the same function. A study
+        trains equal ones once."""
         return dict(arguments)
 
     # --- the stages, in the order in which the data meets them
@@ -228,7 +248,8 @@ class Regularizer(nn.Module):
         return x
 
     def embeddings(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What the input or patch embedding gives, (B, N, D), before positions; `valid` (B, N) is False on padding.
+        """What the input or patch embedding gives, (B, N, D), before positions; `valid` (B, N) is
+        False on padding.
 
         Args:
             x: the embeddings.
@@ -267,8 +288,9 @@ class Regularizer(nn.Module):
         return y
 
     def multiply(self, call: LinearCall) -> Tensor | None:
-        """Instead of `product`, for a method with `multiplies` that only reads a map: the map itself, x W^T + b, and
-        what is read off it, as one function. None: the map runs as it is, and `product` sees what it gives."""
+        """Instead of `product`, for a method with `multiplies` that only reads a map: the map
+        itself, x W^T + b, and what is read off it, as one function. None: the map runs as it is,
+        and `product` sees what it gives."""
         return None
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,10 +405,11 @@ class Regularizer(nn.Module):
     # ------------------------------------------------------------------------------------------
 
     def scheduled(self, name: str, value: Value, *, high: float = 1.0) -> None:
-        """Make `self.<name>` a 0-d float32 tensor that follows `value` over depth and training, checked to be in [0,
-        high).
+        """Make `self.<name>` a 0-d float32 tensor that follows `value` over depth and training,
+        checked to be in [0, high).
 
-        Use `high=math.inf` for weights. Never branch in Python on the tensor's value: it changes between steps.
+        Use `high=math.inf` for weights. Never branch in Python on the tensor's value:
+        it changes between steps.
 
         Args:
             name: of the attribute.
@@ -405,8 +428,9 @@ class Regularizer(nn.Module):
         self.at(self._progress)
 
     def current(self, name: str) -> float | Tensor:
-        """The scheduled value as a plain number, and as its tensor under `torch.compile`, where a number would
-        recompile the graph whenever it changes. A number saves several small operations per layer in eager mode.
+        """The scheduled value as a plain number, and as its tensor under `torch.compile`, where a
+        number would recompile the graph whenever it changes. A number saves several small
+        operations per layer in eager mode.
 
         Args:
             name: as given to `scheduled`.
@@ -414,8 +438,8 @@ class Regularizer(nn.Module):
         return getattr(self, name) if torch.compiler.is_compiling() else self._numbers[name]
 
     def fixed(self, name: str) -> float | None:
-        """The scheduled value as a number for a function of torch that takes no tensor. None in a graph where the
-        value may change: a number there compiles the graph anew.
+        """The scheduled value as a number for a function of torch that takes no tensor. None in a
+        graph where the value may change: a number there compiles the graph anew.
 
         Args:
             name: as given to `scheduled`.
@@ -425,25 +449,29 @@ class Regularizer(nn.Module):
         return self._numbers[name]
 
     def weight_dropout(self) -> float | Tensor | None:
-        """For methods with the stage `probs` that are inverted dropout of single weights: the rate, as a number where
-        it may be one (`fixed`). None: they do something else."""
+        """For methods with the stage `probs` that are inverted dropout of single weights: the rate,
+        as a number where it may be one (`fixed`). None: they do something else."""
         return None
 
     def hiding_rate(self) -> float | Tensor | None:
-        """For methods with the stage `mask`: the rate that independent draws per key do not exceed, or None where
-        keys are hidden together. It says how unlikely a query is to lose every key."""
+        """For methods with the stage `mask`: the rate that independent draws per key do not exceed,
+        or None where keys are hidden together. It says how unlikely a query
+        is to lose every key."""
         return None
 
     def native_hiding(self, keys: int) -> tuple[float | Tensor, tuple[int, int] | None] | None:
-        """For methods with the stage `mask` that a native kernel can do: the rate, and which share of the keys with
-        the largest scores is meant (numerator and denominator, or a count and 0; None: all). None: torch does it."""
+        """For methods with the stage `mask` that a native kernel can do: the rate, and which share
+        of the keys with the largest scores is meant (numerator and denominator, or a count and 0;
+        None: all). None: torch does it."""
         return None
 
     def penalize(self, value: Penalty, name: str | None = None) -> None:
-        """Add `value` to the loss of this step. Compute it unconditionally, because checkpointing replays the forward.
+        """Add `value` to the loss of this step. Compute it unconditionally, because checkpointing
+        replays the forward.
 
-        What is added waits until it is taken: a layer that runs several times adds each time, a checkpoint's recompute
-        does not add again, and a forward in eval or under `no_grad` adds nothing.
+        What is added waits until it is taken: a layer that runs several times adds each time, a
+        checkpoint's recompute does not add again, and a forward in eval or
+        under `no_grad` adds nothing.
 
         Args:
             value: a scalar with a gradient.
@@ -472,7 +500,8 @@ class Regularizer(nn.Module):
     # -----------------------------------------------------------------------------------------------------
 
     def neutral(self) -> None:
-        """Make this clone do nothing: every rate and weight 0, always. Override where another value is the identity."""
+        """Make this clone do nothing: every rate and weight 0, always. Override where another value
+        is the identity."""
         self._given = self._schedules = {
             name: (constant(0.0), high) for name, (_, high) in self._schedules.items()
         }
@@ -500,8 +529,8 @@ class Regularizer(nn.Module):
             self.idle = self._is_idle()
 
     def _is_idle(self) -> bool:
-        """Whether nothing would change if the stages were not run now: every value is 0, or the weight of a method that
-        is a penalty and no more. Override where other zeros are enough."""
+        """Whether nothing would change if the stages were not run now: every value is 0, or the
+        weight of a method that is a penalty and no more. Override where other zeros are enough."""
         if (
             not self.zero_is_identity
             or not self._numbers
@@ -513,8 +542,8 @@ class Regularizer(nn.Module):
         return not any(self._numbers.values())
 
     def place(self, site: Site) -> None:
-        """Set the place of the clone; lists with one value per layer must match the number of layers. A clone may be
-        placed again, once it is known in which order the layers run."""
+        """Set the place of the clone; lists with one value per layer must match the number of
+        layers. A clone may be placed again, once it is known in which order the layers run."""
         self._given = self._schedules = dict(self._schedules if self.site is None else self._given)
         for name, (schedule, high) in list(self._schedules.items()):
             if isinstance(schedule, per_layer) and len(schedule.values) != site.total:
@@ -544,7 +573,8 @@ class Regularizer(nn.Module):
         to refuse it. What needs a walk through the model belongs in `inspect_model`."""
 
     def check_layer(self, roles: set[str], where: str) -> None:
-        """Raise if a layer lacks the linear maps that the method needs. `roles` are those found at `where`."""
+        """Raise if a layer lacks the linear maps that the method needs. `roles` are
+        those found at `where`."""
         if self.roles and not self.roles & roles:
             raise ValueError(
                 f"{type(self).__name__} acts on the linear maps {', '.join(sorted(self.roles))}, "
@@ -554,7 +584,8 @@ class Regularizer(nn.Module):
 
     @property
     def always_idle(self) -> bool:
-        """Whether every scheduled value is 0 in this clone's layer for the whole of training, by construction."""
+        """Whether every scheduled value is 0 in this clone's layer for the whole of training, by
+        construction."""
         depth = 0.0 if self.site is None else self.site.depth
         learns = any(p.requires_grad for p in self.parameters())
         return (
@@ -570,13 +601,14 @@ class Regularizer(nn.Module):
 
     @property
     def does_nothing(self) -> bool:
-        """True if a method that needs something to act on got nothing, as with `ExplicitDropout()`."""
+        """True if a method that needs something to act on got nothing, as with
+        `ExplicitDropout()`."""
         return False
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is fine without
-        gradient."""
+        """Whether the clone's layer, or anything before it, is being trained; a frozen backbone is
+        fine without gradient."""
         return self.input_has_gradient or any(
             p.requires_grad for m in self.neighbors for p in m.parameters()
         )
@@ -594,7 +626,8 @@ class Regularizer(nn.Module):
     def take_penalties(self) -> dict[str, Tensor]:
         """The penalties made since they were last taken, by name; the slots are empty afterwards.
 
-        Those that this thread's forwards made; where they made none, those of the thread that ran them for it."""
+        Those that this thread's forwards made; where they made none, those of the thread that ran
+        them for it."""
         return settle(consume(self))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Regularizer:
@@ -612,7 +645,8 @@ class Regularizer(nn.Module):
         """Nothing is expected, so nothing is missing: strict loads work both ways."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For deepcopy and pickle, which must never meet a live graph nor the ledger of another model."""
+        """For deepcopy and pickle, which must never meet a live graph nor the
+        ledger of another model."""
         state = {**self.__dict__, "_penalties": {}, "asleep": False, "lost": False, "watched": None}
         state.pop("ledger", None)
         return state
@@ -622,8 +656,9 @@ class Regularizer(nn.Module):
 
 
 def in_order(regularizers: Iterable[Regularizer]) -> list[Regularizer]:
-    """The order in which methods act, whatever the order in which they are given: those that only read, those that
-    replace or add numbers, those that drop some; among these by name, and two of one class by what they print."""
+    """The order in which methods act, whatever the order in which they are given: those that only
+    read, those that replace or add numbers, those that drop some; among these by name, and two of
+    one class by what they print."""
     given = list(regularizers)
     names = [r.name for r in given]
     # what a method prints separates two of one class; a graph may not depend on the numbers in it
@@ -644,13 +679,16 @@ def check_only_reads(r: Regularizer, stage: str, given: Tensor, returned: Tensor
     )
     if looked_at and (returned.data_ptr() != given.data_ptr() or returned.shape != given.shape):
         raise RuntimeError(
-            f"{type(r).__name__}.{stage} returned another tensor than it got, but a method that makes penalties and "
-            "draws nothing only reads (only_reads is True). Return the tensor as it is, or set only_reads = False in "
+            f"{type(r).__name__}.{stage} returned another tensor than it "
+            "got, but a method that makes penalties and "
+            "draws nothing only reads (only_reads is True). Return the "
+            "tensor as it is, or set only_reads = False in "
             "the class if it is meant to change it."
         )
     return returned
 
 
 def needs_matrix(regularizers: Iterable[Regularizer]) -> bool:
-    """Whether any regularizer needs the N x M matrix of scores or weights, so that no fused kernel can run."""
+    """Whether any regularizer needs the N x M matrix of scores or weights, so that no
+    fused kernel can run."""
     return any(stage in r.stages for r in regularizers for stage in MATRIX_STAGES)

@@ -1,6 +1,8 @@
-"""Methods written as text, "drop_key(rate=linear(0.3, 0.0)) + drop_head", as plain data and as regularizers.
+"""Methods written as text, "drop_key(rate=linear(0.3, 0.0)) + drop_head", as plain
+data and as regularizers.
 
-`dampen.regularize` and every command read the same texts. A bare word is a string: `drop_key(unit=column)`.
+`dampen.regularize` and every command read the same texts. A bare word is a string:
+`drop_key(unit=column)`.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("constant", "linear", "cosine", "early", "late", "curriculum", "warmup", "vshape")
 WRITTEN = (*SCHEDULES, "last")
-"""What may be written; an object of Python's with `last` in it stays an object, because its trials have that name."""
+"""What may be written; an object of Python's with `last` in it stays an object, because its trials
+have that name."""
 COMPOSED = ("hidden_key",)
-"""Names that stand for several methods together: what `dampen.hidden_key` returns, as plain data."""
+"""Names that stand for several methods together: what `dampen.hidden_key`
+returns, as plain data."""
 EXAMPLE = "drop_key(rate=0.1), drop_path + drop_head"
 
 
@@ -105,7 +109,8 @@ def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def value_of(value: Any) -> Any:
-    """A one-key table is a schedule, {"linear": [0.3, 0]} or {"linear": {"start": 0.3, "end": 0}}; the rest stays.
+    """A one-key table is a schedule, {"linear": [0.3, 0]} or {"linear": {"start": 0.3, "end": 0}};
+    the rest stays.
 
     Args:
         value: an argument as plain data.
@@ -116,7 +121,8 @@ def value_of(value: Any) -> Any:
 
     if len(value) != 1:
         raise ValueError(
-            f"a schedule is a table with one key, such as {{ linear = [0.3, 0.0] }}, got {dict(value)!r}"
+            f"a schedule is a table with one key, such as {{ "
+            f"linear = [0.3, 0.0] }}, got {dict(value)!r}"
         )
     ((name, arguments),) = value.items()
     if name not in WRITTEN:
@@ -168,7 +174,8 @@ def parse(text: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _reason(text: str, told: str) -> str:
-    """Why text cannot be read; Python would speak of the square brackets that were put around it."""
+    """Why text cannot be read; Python would speak of the square brackets
+    that were put around it."""
     if "parenthesis" not in told and "never closed" not in told and "unmatched" not in told:
         return told
     opened, closed = (sum(text.count(mark) for mark in marks) for marks in ("([{", ")]}"))
@@ -180,7 +187,8 @@ def _reason(text: str, told: str) -> str:
 
 
 def _hide_files(text: str) -> tuple[str, dict[str, str]]:
-    """`my.py:HeadDropout` is no Python expression: a word replaces each until the text is parsed."""
+    """`my.py:HeadDropout` is no Python expression: a word replaces each
+    until the text is parsed."""
     files: dict[str, str] = {}
 
     def hide(match: re.Match[str]) -> str:
@@ -208,7 +216,8 @@ def _row(node: ast.expr) -> list[dict[str, Any]]:
 
 
 def _named(node: ast.Call) -> dict[str, Any]:
-    """The arguments of a call by name, each once, none of them called name: that is what the call says."""
+    """The arguments of a call by name, each once, none of them called name: that
+    is what the call says."""
     names = [k.arg for k in node.keywords]
     for name in names:
         if name is None or name == "name" or names.count(name) > 1:
@@ -239,13 +248,15 @@ def _literal(node: ast.expr) -> Any:
 
 
 DEEPEST = 16
-"""Tables in tables beyond this are no setting of anybody's; every walk through plain data may then recurse."""
+"""Tables in tables beyond this are no setting of anybody's; every walk through plain
+data may then recurse."""
 LARGEST = 2**63
 """Whole numbers beyond this fit into no tensor."""
 
 
 def check_plain(value: Any, path: str, depth: int = 0) -> list[str]:
-    """Every place that is not plain data: dates, infinite numbers, huge ones, what is nested too deeply.
+    """Every place that is not plain data: dates, infinite numbers, huge ones,
+    what is nested too deeply.
 
     Args:
         value: what should be plain data.
@@ -280,5 +291,6 @@ def check_plain(value: Any, path: str, depth: int = 0) -> list[str]:
     if value is None or isinstance(value, str | int | float):
         return []
     return [
-        f"{path}: expected a number, a string, a list or a table, got a {type(value).__name__}: {value}"
+        f"{path}: expected a number, a string, a list or a "
+        f"table, got a {type(value).__name__}: {value}"
     ]

@@ -1,7 +1,9 @@
-"""`dampen.audit`: what a model's dropout really does, and what is wrong in its training and eval forward.
+"""`dampen.audit`: what a model's dropout really does, and what is wrong in its
+training and eval forward.
 
-Everything is measured by what changes: a dropout is switched off and the output compared, a sample is exchanged and the
-others are compared. The model is afterwards what it was. `overfitting` reads curves of losses.
+Everything is measured by what changes: a dropout is switched off and the output compared, a sample
+is exchanged and the others are compared. The model is afterwards what it was. `overfitting` reads
+curves of losses.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ def audit(
 ) -> Audit:
     """Measure what the dropout of a model does, and look for common faults.
 
-    Which dropouts, drop paths and attention dropouts act in training and in eval, functional ones too. Whether a
-    checkpoint's recompute, two calls and two ranks draw what they should, samples are independent and eval repeats
-    itself. Which parameters get no gradient, which attention kernels run and why, where NaN may come from. Parameters,
-    buffers, gradients, modes, hooks and generators are afterwards what they were.
+    Which dropouts, drop paths and attention dropouts act in training and in eval, functional ones
+    too. Whether a checkpoint's recompute, two calls and two ranks draw what they should, samples
+    are independent and eval repeats itself. Which parameters get no gradient, which attention
+    kernels run and why, where NaN may come from. Parameters, buffers, gradients, modes, hooks and
+    generators are afterwards what they were.
 
     Args:
         model: any model, regularized or not.
-        example: what the model is called with: a tensor, a tuple of arguments or a mapping of keywords. A real batch
-            of two or more samples, with its padding.
-        loss: a function of the output that returns the loss. Default: the model's own, else the mean square of its
-            outputs.
+        example: what the model is called with: a tensor, a tuple of arguments or a mapping of
+            keywords. A real batch of two or more samples, with its padding.
+        loss: a function of the output that returns the loss. Default: the model's own, else the
+            mean square of its outputs.
         layers: also measure condition numbers and attention entropy of each layer.
         batch_axis: the axis of the samples. Default: the first.
         ignore: kinds of findings to leave out, see `dampen.auditing.KINDS`.
@@ -125,7 +128,8 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, tuple | list):
         return tuple(example), {}
     raise TypeError(
-        f"audit(model, example): example is what the model is called with: a tensor, a tuple of arguments or a dict of "
+        "audit(model, example): example is what the model is called with: a "
+        "tensor, a tuple of arguments or a dict of "
         f"keywords, got {type(example).__name__}."
     )
 

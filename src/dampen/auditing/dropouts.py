@@ -1,6 +1,8 @@
-"""Which dropouts act, in training and in eval: each is switched off, or drawn again, and the output compared.
+"""Which dropouts act, in training and in eval: each is switched off, or drawn again,
+and the output compared.
 
-Every draw depends on its place alone (`ForwardObserver.base`), so that nothing else changes with it."""
+Every draw depends on its place alone (`ForwardObserver.base`), so that nothing
+else changes with it."""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from dampen.auditing.report import Audit, AuditFinding, Dropout, family
 from dampen.hooks.builtin_dropout import OwnRate, find_own
 
 TRIES = 12
-"""Seeds after which a dropout without effect counts as one: layers that are skipped at random hide what is in them."""
+"""Seeds after which a dropout without effect counts as one: layers that are skipped at random hide
+what is in them."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -86,8 +89,8 @@ class _Trials:
 
         Args:
             base: the seed.
-            lively: parameters that are zero get small numbers, as they have after some training. A branch that starts
-                at zero hides what happens in it.
+            lively: parameters that are zero get small numbers, as they have after some training. A
+                branch that starts at zero hides what happens in it.
         """
         key = base, lively
         if key not in self.known:
@@ -95,7 +98,8 @@ class _Trials:
         return self.known[key]
 
     def acts(self, rates: Sequence[OwnRate]) -> tuple[bool, set[tuple[str, float | None]]]:
-        """Whether the output changes without these rates, and the draws (module, rate) that are gone then.
+        """Whether the output changes without these rates, and the draws (module,
+        rate) that are gone then.
 
         Args:
             rates: of dropouts.
@@ -309,8 +313,8 @@ def _find_without_effect(
 
 
 def _replaces(o: OwnRate, r: OwnRate) -> bool:
-    """Whether a module keeps one rate twice, as a number and in a dropout module (x-transformers), of which it uses
-    either."""
+    """Whether a module keeps one rate twice, as a number and in a dropout module (x-transformers),
+    of which it uses either."""
 
     def holder(rate: OwnRate) -> tuple[str, bool]:
         alone = rate.attribute in ("p", "drop_prob")
@@ -401,7 +405,8 @@ def _hides_modules(module: nn.Module) -> bool:
 
 
 def declared_rates(model: nn.Module, known: Sequence[OwnRate]) -> list[tuple[str, str, float]]:
-    """(name, kind, rate) of each drop rate above 0 that a configuration, or a module for the record, declares.
+    """(name, kind, rate) of each drop rate above 0 that a configuration, or a module for the
+    record, declares.
 
     Args:
         model: any model.

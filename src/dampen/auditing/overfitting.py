@@ -1,7 +1,7 @@
 """Am I overfitting? Training and validation losses of one run, read from a file and judged.
 
-Both curves are averaged in blocks, and a change counts where it is larger than the noise of the curve. The noise is
-estimated from second differences, which a smooth trend leaves alone.
+Both curves are averaged in blocks, and a change counts where it is larger than the noise of the
+curve. The noise is estimated from second differences, which a smooth trend leaves alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BLOCKS = 20
 LEAST_CHANGE = 0.01
 """Share of a loss below which a change counts as none, whatever the noise."""
 SIGNIFICANT = 4.0
-"""Standard errors that a change must exceed. The best of many noisy points lies two below the curve by chance."""
+"""Standard errors that a change must exceed. The best of many noisy points lies two
+below the curve by chance."""
 AXES = ("epoch", "step", "global_step", "iteration", "iter")
 _LOSS = r"(task|loss|nll|ce|cross_entropy|mse)"
 TRAIN = (rf"^train(ing)?[ ./_-]?{_LOSS}(_epoch)?$", rf"^train\w*[ ./_-]\w*{_LOSS}", r"^loss$")
@@ -42,7 +43,8 @@ VALID = (
     rf"^(val|valid|validation|dev|eval)\w*[ ./_-]\w*{_LOSS}",
 )
 SCORES = (r"^(val|valid|validation|dev|eval)\w*[ ./_-]\w*(acc|f1|auc|map)",)
-"""Names of columns, the best first. A score is larger where it is better, and has no gap to the training loss."""
+"""Names of columns, the best first. A score is larger where it is better, and has no gap to the
+training loss."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def judge(curve: Curve) -> Fit | None:
 
 
 def _aligned(curve: Sequence[tuple[float, float]], at: Sequence[float]) -> list[float]:
-    """Training losses at the positions of validation: the mean since the last one, else the nearest."""
+    """Training losses at the positions of validation: the mean since the last
+    one, else the nearest."""
     found, before = [], -math.inf
     for position in at:
         since = [y for t, y in curve if before < t <= position]
@@ -160,14 +163,16 @@ def _aligned(curve: Sequence[tuple[float, float]], at: Sequence[float]) -> list[
 
 
 def _blocks(values: Sequence[float]) -> list[float]:
-    """Means of at most `BLOCKS` neighboring parts of a curve, all of the same length but for one value."""
+    """Means of at most `BLOCKS` neighboring parts of a curve, all of the same
+    length but for one value."""
     n = len(values)
     edges = [i * n // min(n, BLOCKS) for i in range(min(n, BLOCKS) + 1)]
     return [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]
 
 
 def _lowest(values: Sequence[float], block: int, blocks: int) -> int:
-    """Where a curve is lowest, in or beside its lowest block, after a running mean of a block's length."""
+    """Where a curve is lowest, in or beside its lowest block, after a running
+    mean of a block's length."""
     n, half = len(values), len(values) // (2 * blocks)
     near = range(max(0, (block - 1) * n // blocks), min(n, (block + 2) * n // blocks))
     means = {i: statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in near}
@@ -197,8 +202,8 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def read_curve(path: Path | str, train: str | None = None, valid: str | None = None) -> Curve:
-    """Losses from a CSV file (Lightning's metrics.csv, Keras' CSVLogger), trainer_state.json of Hugging Face, or JSON
-    lines.
+    """Losses from a CSV file (Lightning's metrics.csv, Keras' CSVLogger), trainer_state.json of
+    Hugging Face, or JSON lines.
 
     Args:
         path: the file.
@@ -223,7 +228,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read: {error}. Give a file that is whole.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(
-            f"{path} holds no losses: expected a list of objects, or trainer_state.json with a log_history."
+            f"{path} holds no losses: expected a list of objects, "
+            "or trainer_state.json with a log_history."
         )
     return rows
 
@@ -234,7 +240,8 @@ def curve_of(
     """The losses among logged values, found by the names of their columns.
 
     Args:
-        rows: what was logged, oldest first. Groups ({"train": {"loss": 1.0}}) count as "train/loss".
+        rows: what was logged, oldest first. Groups ({"train": {"loss":
+            1.0}}) count as "train/loss".
         what: where they come from, for messages.
         train: column of the training loss; default: recognized by its name.
         valid: column of the validation loss; default: recognized by its name.

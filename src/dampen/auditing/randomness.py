@@ -1,4 +1,5 @@
-"""Randomness from call to call: is eval repeatable, do calls, recomputes and ranks draw what they should?"""
+"""Randomness from call to call: is eval repeatable, do calls, recomputes and ranks
+draw what they should?"""
 
 from __future__ import annotations
 
@@ -56,16 +57,20 @@ def examine_eval(s: AuditedModel, audit: Audit) -> None:
     audit.findings.append(
         AuditFinding(
             "eval_changes", "problem", (where,),
-            "its output is the first that differs between two equal calls in eval mode, all generators at the same seed",
-            "The module carries something from call to call (a cache, a counter, running statistics), or its kernel is "
+            "its output is the first that differs between two equal calls in "
+            "eval mode, all generators at the same seed",
+            "The module carries something from call to call (a cache, a "
+            "counter, running statistics), or its kernel is "
             "not deterministic.",
-            "reset what forward keeps, keep it only in training, or: torch.use_deterministic_algorithms(True)",
+            "reset what forward keeps, keep it only in training, or: "
+            "torch.use_deterministic_algorithms(True)",
         )
     )  # fmt: skip
 
 
 def _first_that_differs(s: AuditedModel, seed: int | None) -> str:
-    """The first module whose output differs between two eval calls in a row; "" where none is seen alone."""
+    """The first module whose output differs between two eval calls in a row; ""
+    where none is seen alone."""
     size = next((len(t) for t in tensors_in((s.args, s.kwargs)) if t.ndim), 0)
     s.prepare(False, 1)
     seen = []
@@ -143,7 +148,8 @@ def examine_recompute(record: Events, audit: Audit) -> None:
             AuditFinding(
                 "checkpoint_redraws", "problem", where,
                 "the recompute of a checkpoint draws other numbers than its forward",
-                "The gradient belongs to other masks than the loss: training gets worse, without an error.",
+                "The gradient belongs to other masks than the "
+                "loss: training gets worse, without an error.",
                 "checkpoint(function, x, use_reentrant=False, preserve_rng_state=True)",
             )
         )  # fmt: skip
@@ -180,12 +186,14 @@ def in_process_group() -> bool:
 
 
 def examine_ranks(s: AuditedModel, audit: Audit, mine: list[float]) -> None:
-    """Whether two ranks draw the same numbers: measured over a process group, else from one generator state.
+    """Whether two ranks draw the same numbers: measured over a process group, else from one
+    generator state.
 
     Args:
         s: the model.
         audit: to be filled.
-        mine: in a process group, the draws of this process from the generators as the audit found them.
+        mine: in a process group, the draws of this process from the generators
+            as the audit found them.
     """
     name = "ranks draw differently"
     if in_process_group():
@@ -231,6 +239,7 @@ def ranks_alike(ranks: Sequence[int]) -> AuditFinding:
     return AuditFinding(
         "ranks_draw_alike", "problem", ("",),
         f"ranks {', '.join(map(str, ranks))} draw the same numbers",
-        "Every rank drops the same units of its own batch: the masks of a step are fewer than they look.",
+        "Every rank drops the same units of its own batch: the "
+        "masks of a step are fewer than they look.",
         "torch.manual_seed(seed + rank) in each process, after the weights are made",
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""One forward of a model under observation: which module draws random numbers, which attention kernel runs, which rows
-of scores are hidden.
+"""One forward of a model under observation: which module draws random numbers, which attention
+kernel runs, which rows of scores are hidden.
 
-Two modes see it. The dispatch mode sees every kernel, also those inside fused functions, and with it every draw of
-random numbers. The function mode sees the calls of `F.scaled_dot_product_attention` with their arguments. Hooks name
-the module in which this happens. All of them are gone afterwards.
+Two modes see it. The dispatch mode sees every kernel, also those inside fused functions, and with
+it every draw of random numbers. The function mode sees the calls of
+`F.scaled_dot_product_attention` with their arguments. Hooks name the module in which this happens.
+All of them are gone afterwards.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention: the kernel that ran, and the one that would run otherwise ("": not known)."""
+    """One call of attention: the kernel that ran, and the one that would run
+    otherwise ("": not known)."""
 
     module: str
     kernel: str
@@ -115,8 +117,8 @@ class ForwardObserver(TorchDispatchMode):
     Args:
         model: any model.
         kept: its state. A parameter is kept there before something writes into it.
-        base: a seed. Each draw then depends on this seed and its place alone, so that one dropout can change while all
-            others stay. None: as the generators give them.
+        base: a seed. Each draw then depends on this seed and its place alone, so that one dropout
+            can change while all others stay. None: as the generators give them.
         other: places that draw with another seed.
         batch: keep a summary of each of so many samples of each module's output; 0: none.
         still: dropouts keep everything.

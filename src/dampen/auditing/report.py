@@ -204,7 +204,8 @@ def places(names: Sequence[str], most: int = 3) -> str:
 
 
 def _layer_lines(layers: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each layer: mean ln kappa of the tokens and of the attention branch, and attention entropy."""
+    """A line for each layer: mean ln kappa of the tokens and of the attention branch,
+    and attention entropy."""
     if not layers:
         return []
     rows = [("layer", "ln kappa in", "attention", "with skip", "entropy (nats)")]

@@ -1,4 +1,5 @@
-"""The audit leaves everything as it was: modes, buffers, gradients, attributes, hooks and generators."""
+"""The audit leaves everything as it was: modes, buffers, gradients, attributes,
+hooks and generators."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def seed_all(seed: int) -> None:
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """Every module, and the objects that dampen keeps on them, whose attributes a forward may change."""
+    """Every module, and the objects that dampen keeps on them, whose attributes
+    a forward may change."""
     found: dict[int, Any] = {id(m): m for m in model.modules()}
     new = list(found.values())
     while new:
@@ -118,7 +120,8 @@ def _holders(model: nn.Module) -> list[Any]:
 
 
 def _outline(attributes: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Each attribute of a module: its name, the object, and a copy of its content where it can change in place."""
+    """Each attribute of a module: its name, the object, and a copy of its content where it can
+    change in place."""
     return [(name, value, _content(name, value)) for name, value in attributes.items()]
 
 

@@ -1,4 +1,5 @@
-"""Values and gradients: do samples mix, does every parameter learn, is anything NaN, which kernels attend?"""
+"""Values and gradients: do samples mix, does every parameter learn, is anything NaN,
+which kernels attend?"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def examine_gradients(
     if frozen and len(frozen) < len(named):
         audit.findings.append(
             AuditFinding(
-                "frozen", "note", tuple(frozen), f"{len(frozen)} of {len(named)} parameters are frozen",
+                "frozen", "note", tuple(frozen), f"{len(frozen)} of "
+                                                 f"{len(named)} parameters are frozen",
                 "They are not trained. Adapters and frozen backbones mean to do this.",
                 "p.requires_grad_(True) for those that should learn",
             )
@@ -86,7 +88,8 @@ def examine_gradients(
 
 
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """The loss, the user's or the model's own, or the mean square of all outputs that have a gradient.
+    """The loss, the user's or the model's own, or the mean square of all
+    outputs that have a gradient.
 
     Args:
         output: of the model.
@@ -96,7 +99,8 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
         value = loss(output)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TypeError(
-                "audit(loss=...) is a function of the model's output that returns one number as a tensor, got "
+                "audit(loss=...) is a function of the model's output "
+                "that returns one number as a tensor, got "
                 f"{type(value).__name__}"
                 f"{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''}."
             )
@@ -151,7 +155,8 @@ def _find_nan(
     audit.findings.append(
         AuditFinding(
             "nan", "problem", where, what, "One such step destroys the weights.",
-            "torch.autograd.set_detect_anomaly(True) names the operation; see hidden_rows for attention",
+            "torch.autograd.set_detect_anomaly(True) names the "
+            "operation; see hidden_rows for attention",
         )
     )  # fmt: skip
 
@@ -165,7 +170,8 @@ def _find_hidden(audit: Audit, record: Events) -> None:
         meaning = {
             "NaN": "Softmax over nothing is NaN, and its gradient reaches every weight.",
             "zeros": "This kernel returns zeros. Others return NaN.",
-            "uniform weights": "They look at every hidden key alike. This matters where their output is used.",
+            "uniform weights": "They look at every hidden key alike. "
+            "This matters where their output is used.",
         }[outcome]
         audit.findings.append(
             AuditFinding(
@@ -255,7 +261,8 @@ _FORMS = {"causal": "is causal", "hides nothing": "hides nothing", "other": "hid
 _MASKS = {
     "causal": "F.scaled_dot_product_attention(q, k, v, is_causal=True)",
     "hides nothing": "pass attn_mask=None",
-    "other": "nothing to do for padding; torch.nn.attention.flex_attention stays fused under a window or a bias",
+    "other": "nothing to do for padding; "
+    "torch.nn.attention.flex_attention stays fused under a window or a bias",
 }
 
 
@@ -273,7 +280,8 @@ def examine_samples(s: AuditedModel, audit: Audit, axis: int | None) -> None:
     Args:
         s: the model.
         audit: to be filled.
-        axis: of the samples; None: the first, unless torch.nn's sequence-first modules say otherwise.
+        axis: of the samples; None: the first, unless torch.nn's
+            sequence-first modules say otherwise.
     """
     name = "samples independent"
     inputs = [t for t in tensors_in((s.args, s.kwargs)) if t.ndim]
@@ -290,7 +298,8 @@ def examine_samples(s: AuditedModel, audit: Audit, axis: int | None) -> None:
     first = results[0 if axis is None else axis]
     audit.facts[name] = None if first is None else first == ""
     audit.tested[name] = (
-        "all samples but one changed, the output of that one compared; without dropout, batch norm in eval mode"
+        "all samples but one changed, the output of that one compared; "
+        "without dropout, batch norm in eval mode"
         if first is not None
         else "not tested: needs 2 samples or more, and outputs that belong to one sample each"
     )
@@ -303,7 +312,8 @@ def examine_samples(s: AuditedModel, audit: Audit, axis: int | None) -> None:
             AuditFinding(
                 "samples_mix", "warning", (first[1:],),
                 "the first axis mixes, the second does not: batch_first=False",
-                "This is right where the example is (tokens, samples, features), else attention looks across the batch.",
+                "This is right where the example is (tokens, samples, "
+                "features), else attention looks across the batch.",
                 "batch_first=True, or audit(..., batch_axis=1) if the second axis holds the samples",
             )
         )  # fmt: skip
@@ -314,8 +324,10 @@ def examine_samples(s: AuditedModel, audit: Audit, axis: int | None) -> None:
     audit.findings.append(
         AuditFinding(
             "samples_mix", "problem", (first[1:],),
-            "the output of a sample changes with the others of its batch; this module is the first that does",
-            "Samples leak into each other, here or right before it, and predictions depend on the batch.", change,
+            "the output of a sample changes with the others of its "
+            "batch; this module is the first that does",
+            "Samples leak into each other, here or right before "
+            "it, and predictions depend on the batch.", change,
         )
     )  # fmt: skip
 
@@ -325,14 +337,16 @@ def _sequence_first(module: nn.Module) -> bool:
 
 
 def _keeps_both_axes(s: AuditedModel, inputs: list[Tensor]) -> bool:
-    """Whether outputs have samples and tokens where the input has them, so that either may be the batch."""
+    """Whether outputs have samples and tokens where the input has them, so that
+    either may be the batch."""
     shape = inputs[0].shape[:2]
     outputs = s.run(True).outputs
     return all(t.shape[:2] == shape for t in outputs if t.ndim)
 
 
 def _leak(s: AuditedModel, inputs: list[Tensor], axis: int) -> str | None:
-    """ "" where samples are independent, else ":" and the first module that mixes; None: cannot be tested."""
+    """ "" where samples are independent, else ":" and the first module that mixes;
+    None: cannot be tested."""
     if inputs[0].ndim <= axis or (size := inputs[0].shape[axis]) < 2:
         return None
     batch = size if axis == 0 else 0
@@ -371,7 +385,8 @@ def _is_square(t: Tensor, size: int) -> bool:
 
 
 def _with_others(t: Tensor, keep: int, axis: int, size: int) -> Tensor:
-    """A batch in which one sample stays and all others change: numbers grow, anything else becomes that sample's."""
+    """A batch in which one sample stays and all others change: numbers grow, anything else becomes
+    that sample's."""
     if t.ndim <= axis or t.shape[axis] != size:
         return t
     kept = t.detach().select(axis, keep).unsqueeze(axis)
@@ -397,7 +412,8 @@ def _differ(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
 
 
 class BranchCounter(Regularizer):
-    """Counts the residual branches of a forward, and changes nothing. No paper: a probe of the audit."""
+    """Counts the residual branches of a forward, and changes nothing. No paper:
+    a probe of the audit."""
 
     def __init__(self, counts: Counter[str]) -> None:
         super().__init__()

@@ -315,7 +315,8 @@ Make = Callable[[], Regularizer]
 
 
 def attached(model: nn.Module, methods: Sequence[Regularizer], **options: Any) -> Handle:
-    """The handle of a model with methods, which may be of one class: contracts pair a method with itself.
+    """The handle of a model with methods, which may be of one class: contracts
+    pair a method with itself.
 
     Args:
         model: what to regularize.

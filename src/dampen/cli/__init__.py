@@ -1,4 +1,5 @@
-"""The `dampen` command. Each subcommand is imported only when it is called, so that help answers at once."""
+"""The `dampen` command. Each subcommand is imported only when it is called, so that
+help answers at once."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("dampen.cli.catalog:app", "List, fetch or check data sets."),
     "doctor": ("dampen.cli.measure:doctor", "Show what is installed, found and missing."),
 }
-"""Name -> (module:function or module:Typer, one line of help). A line whose module does not exist is not offered."""
+"""Name -> (module:function or module:Typer, one line of help). A line whose module does not exist
+is not offered."""
 PANELS = {
     "compare": "Compare",
     "demo": "Compare",
@@ -94,7 +96,8 @@ def _exists(root: Path, module: str) -> bool:
 
 
 def build(called: str | None) -> typer.Typer:
-    """The command line, in which only the subcommand `called` is the real one; the others have their line of help.
+    """The command line, in which only the subcommand `called` is the real one; the others have
+    their line of help.
 
     Args:
         called: the subcommand that was typed; None without one.
@@ -105,7 +108,8 @@ def build(called: str | None) -> typer.Typer:
     rich_utils.MAX_WIDTH = _width()
     app = typer.Typer(
         name="dampen",
-        help="Put Transformer regularizers into any model, train, compare, and see which one is worth it.",
+        help="Put Transformer regularizers into any model, "
+        "train, compare, and see which one is worth it.",
         epilog=EPILOG,
         no_args_is_help=True,
         add_completion=False,
@@ -184,7 +188,8 @@ def _say_loading() -> None:
 
 
 def without_extras(arguments: Sequence[str], missing: Sequence[str]) -> NoReturn:
-    """What the command does after `pip install dampen`: build the kernels, or name the packages to install.
+    """What the command does after `pip install dampen`: build the kernels, or name
+    the packages to install.
 
     Args:
         arguments: as typed, without the name of the program.

@@ -1,4 +1,5 @@
-"""`dampen audit`: what a model's dropout does and what is wrong around it, or whether a finished run overfits."""
+"""`dampen audit`: what a model's dropout does and what is wrong around it, or whether a finished
+run overfits."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def audit(
     what: Annotated[
         str,
         typer.Argument(
-            help="FILE.py:FUNCTION that returns (model, inputs), timm/NAME or a saved hf/FOLDER. Or "
+            help="FILE.py:FUNCTION that returns (model, "
+            "inputs), timm/NAME or a saved hf/FOLDER. Or "
             "a folder of runs, a CSV of losses or trainer_state.json: am I overfitting?"
         ),
     ],
@@ -95,9 +97,11 @@ def audit(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure which dropouts act in training and in eval, and find common faults: exit code 1 for a problem.
+    """Measure which dropouts act in training and in eval, and find common faults:
+    exit code 1 for a problem.
 
-    With a folder of runs or a file of losses: whether they overfit, where to stop and what to try."""
+    With a folder of runs or a file of losses: whether they overfit, where to
+    stop and what to try."""
     from dampen.studies.advice import LOSSES, examine
 
     path = Path(what).expanduser()

@@ -101,7 +101,8 @@ def show(
     name: Annotated[str, typer.Argument(help="A method or a recipe.")],
     as_json: Json = False,
 ) -> None:
-    """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures, departures)."""
+    """Show a method (formula, paper, stages, arguments) or a recipe (rows, published figures,
+    departures)."""
     from dampen.names import nearest
     from dampen.studies.catalog import catalog
     from dampen.studies.errors import ConfigError
@@ -131,7 +132,8 @@ def _show_method(name: str, as_json: bool) -> None:
     console.print(escape(entry.doc) + "\n")
     kernel = "stays" if entry.fused else "not possible where the N x M matrix is needed"
     console.print(
-        f"Stages: {', '.join(entry.stages)}. Fused attention kernel: {kernel}. Passes per step: {entry.passes}."
+        f"Stages: {', '.join(entry.stages)}. Fused attention kernel: "
+        f"{kernel}. Passes per step: {entry.passes}."
     )
     if entry.in_eval:
         console.print("Acts in eval mode too.")
@@ -242,7 +244,8 @@ def check(
     path: Annotated[str, typer.Argument(help="A file or folder.")],
     as_json: Json = False,
 ) -> None:
-    """Recognize the data sets at a path and read them wholly; exit code 3 if one is damaged or incomplete."""
+    """Recognize the data sets at a path and read them wholly; exit code 3 if one is
+    damaged or incomplete."""
     from dampen.studies.data import check_data
 
     reports = check_data(path)

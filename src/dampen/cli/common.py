@@ -1,4 +1,5 @@
-"""What the subcommands share: errors as messages with exit codes, output for people and machines, common options."""
+"""What the subcommands share: errors as messages with exit codes, output for people and machines,
+common options."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ Settings = Annotated[
 
 
 def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a subcommand: help that ends in examples, and errors that end in a message and an exit code.
+    """Make a function a subcommand: help that ends in examples, and errors that end in a message
+    and an exit code.
 
     Args:
         examples: one command per line, for the end of the help.
@@ -134,8 +136,8 @@ OF_STUDIES = (
 
 
 def _known(error: Exception) -> tuple[str, int | None]:
-    """Message and exit code of the errors of data sets (3), of paths that cannot be used and of packages that are not
-    installed (2). An error that nobody expects has no code."""
+    """Message and exit code of the errors of data sets (3), of paths that cannot be used and of
+    packages that are not installed (2). An error that nobody expects has no code."""
     if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in OF_STUDIES:
         return f"{error.name} is not installed. Install it with: pip install 'dampen[studies]'", 2
     kinds = {"MissingData", "IncompleteData", "DamagedData"}

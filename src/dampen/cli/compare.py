@@ -1,4 +1,5 @@
-"""`dampen compare`: a fair comparison without a recipe, of the built-in trainer or of your own training function."""
+"""`dampen compare`: a fair comparison without a recipe, of the built-in trainer or of your own
+training function."""
 
 from __future__ import annotations
 
@@ -74,14 +75,16 @@ def compare(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A data set (dampen data list), a path, or FILE.py:FUNCTION; several with commas. Default: digits.",
+            help="A data set (dampen data list), a path, or "
+            "FILE.py:FUNCTION; several with commas. Default: digits.",
             rich_help_panel=DATA,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, FILE.py:FUNCTION; default: one that fits.",
+            help="vit, 'vit(depth=4)', timm/NAME, hf/FOLDER, "
+            "FILE.py:FUNCTION; default: one that fits.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -152,7 +155,8 @@ def compare(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Train the baseline and each method with the same seeds, data and options, and test which is better."""
+    """Train the baseline and each method with the same seeds, data and options, and
+    test which is better."""
     if train is None and data is not None and "," in data and not Path(data).exists():
         _over_data_sets([name.strip() for name in data.split(",") if name.strip()], dict(locals()))
         return

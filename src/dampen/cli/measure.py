@@ -1,4 +1,5 @@
-"""`dampen bench`: what each method costs. `dampen diagnose`: a trained model. `dampen doctor`: what is installed."""
+"""`dampen bench`: what each method costs. `dampen diagnose`: a trained model. `dampen doctor`: what
+is installed."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a training step with each method against the faster step of the baseline, fused or unfused."""
+    """Measure a training step with each method against the faster step of the
+    baseline, fused or unfused."""
     from dampen.studies.bench import Options, bench
     from dampen.studies.bench.run import (
         CHARTS,
@@ -199,8 +201,8 @@ def diagnose(
 ) -> None:
     """Measure accuracy, calibration, gradients, attention, conditioning and generalization.
 
-    A run's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it. Sections that were
-    measured before stay."""
+    A run's diagnosis is kept in its folder as diagnose.json, where `dampen report` finds it.
+    Sections that were measured before stay."""
     from dampen.extensions import hint
     from dampen.studies.diagnose import SECTIONS, Settings
     from dampen.studies.errors import ConfigError
@@ -296,7 +298,8 @@ def _print(results: list[dict[str, Any]], what: str) -> None:
 
 
 @command(
-    "dampen doctor\ndampen doctor --data-dir data --json\ndampen doctor --build\ndampen doctor --gpu"
+    "dampen doctor\ndampen doctor --data-dir data "
+    "--json\ndampen doctor --build\ndampen doctor --gpu"
 )
 def doctor(
     data_dir: DataDir = None,
@@ -317,14 +320,16 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is installed, which devices, kernels and data sets there are; exit code 1 if something is wrong."""
+    """Say what is installed, which devices, kernels and data sets there are; exit code 1 if
+    something is wrong."""
     from dampen.studies.doctor import examine, summary, to_json
 
     if build:
         _build()
     if tune:
         typer.echo(
-            "--tune was removed: a table measured here gained less than 5 % of a step. Leave it out.",
+            "--tune was removed: a table measured here "
+            "gained less than 5 % of a step. Leave it out.",
             err=True,
         )
     findings = examine(data_dir, out)

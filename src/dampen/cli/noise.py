@@ -1,4 +1,5 @@
-"""`dampen noise`: how much the baseline varies between seeds, and so which differences a comparison can detect."""
+"""`dampen noise`: how much the baseline varies between seeds, and so which differences a
+comparison can detect."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def noise(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Train only the baseline, with several seeds. A later `dampen compare` of the same code counts these runs."""
+    """Train only the baseline, with several seeds. A later `dampen compare` of the same
+    code counts these runs."""
     from dampen.cli.compare import refuse_options_of_the_trainer, request_of_function
     from dampen.cli.running import heed_signals, what_went_wrong
     from dampen.studies.engines.runner import run_comparison
@@ -105,10 +107,11 @@ def noise(
 
 
 def measured(table: Any, compare: str) -> dict[str, Any]:
-    """Mean, standard deviation and interval of the baseline, and the difference that each number of seeds can detect.
+    """Mean, standard deviation and interval of the baseline, and the difference that each number of
+    seeds can detect.
 
-    Seeds are shared, so the differences of a comparison vary by at most sqrt(2) times as much as the baseline, and by
-    less where a seed moves both alike. The figures take the upper end.
+    Seeds are shared, so the differences of a comparison vary by at most sqrt(2) times as much as
+    the baseline, and by less where a seed moves both alike. The figures take the upper end.
 
     Args:
         table: the table of a comparison.
@@ -148,8 +151,10 @@ def _print(console: Any, found: dict[str, Any]) -> None:
         return
     unit = f" {found['unit']}" if found["unit"] else ""
     console.print(
-        f"The baseline's test {found['metric']} is {found['mean']:.4g}, with a standard deviation of {found['sd']:.3g}"
-        f"{unit} over {found['n']} seeds (95 % interval of the mean: {found['low']:.4g} to {found['high']:.4g})."
+        f"The baseline's test {found['metric']} is {found['mean']:.4g}, with "
+        f"a standard deviation of {found['sd']:.3g}"
+        f"{unit} over {found['n']} seeds (95 % interval of the mean: "
+        f"{found['low']:.4g} to {found['high']:.4g})."
     )
     if not found["varies"]:
         console.print(
@@ -157,7 +162,8 @@ def _print(console: Any, found: dict[str, Any]) -> None:
         )
         return
     console.print(
-        f"A comparison of one method has {100 * found['power']:.0f} % power to detect a true difference of at most:"
+        f"A comparison of one method has {100 * found['power']:.0f} % "
+        "power to detect a true difference of at most:"
     )
     table = Table(box=None, pad_edge=False)
     for heading in ("seeds", "difference"):

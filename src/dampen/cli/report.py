@@ -35,7 +35,8 @@ def report(
     format: Annotated[
         str | None,
         typer.Option(
-            help="html, md, csv, json, latex, or pack (all results in one file); default: by the name."
+            help="html, md, csv, json, latex, or pack (all "
+            "results in one file); default: by the name."
         ),
     ] = None,
     split: Annotated[
@@ -53,7 +54,8 @@ def report(
     ] = 8765,
     as_json: Json = False,
 ) -> None:
-    """Report which method to use, its cost and how far to trust the result: one page, no network."""
+    """Report which method to use, its cost and how far to trust the result:
+    one page, no network."""
     if serve:
         _serve(runs, port, split)
         return

@@ -74,7 +74,8 @@ def run(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Run a recipe: rows x grid x seeds. Finished runs are skipped, interrupted ones resume bit-exactly."""
+    """Run a recipe: rows x grid x seeds. Finished runs are skipped, interrupted ones resume
+    bit-exactly."""
     from dampen.cli.running import execute, heed_signals
     from dampen.studies.processes import warm_up
 
@@ -118,7 +119,8 @@ def run(
 
 
 def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[str]:
-    """The setting that makes data of the user's own part of the trials: another folder is another trial."""
+    """The setting that makes data of the user's own part of the trials: another
+    folder is another trial."""
     from dampen.studies.request import fingerprint_of_set
 
     found = fingerprint_of_set(recipe.at(scale).get("data", {}).get("name", ""), data_dir)
@@ -126,7 +128,8 @@ def _own_data(recipe: Recipe, scale: str | None, data_dir: str | None) -> list[s
 
 
 def run_name(plan: Comparison, settings: list[str]) -> str:
-    """The folder of a run. Settings make it another run: their trials do not belong in the recipe's own table."""
+    """The folder of a run. Settings make it another run: their trials do not belong in
+    the recipe's own table."""
     name = f"{plan.name.replace('/', '-')}-{plan.scale}"
     return name + (
         f"-{hashlib.sha256(repr(sorted(settings)).encode()).hexdigest()[:8]}" if settings else ""
@@ -159,7 +162,8 @@ def _preview(
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{plan.name} at scale {plan.scale}: {len(plan.configs)} rows, {points} grid points, seeds {plan.seeds}",
+        f"{plan.name} at scale {plan.scale}: {len(plan.configs)} rows, "
+        f"{points} grid points, seeds {plan.seeds}",
         markup=False,
     )
     trials_told = (
@@ -171,8 +175,10 @@ def _preview(
 
 
 NEXT = [
-    'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, drop_key" --until-decided    # your own data',
-    'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" --tune 10 --metric accuracy    # your loop',
+    'dampen compare --data FOLDER_OF_IMAGES --methods "patch_dropout, '
+    'drop_key" --until-decided    # your own data',
+    'dampen compare train.py:train --methods "drop_key, r_drop + drop_head" '
+    "--tune 10 --metric accuracy    # your loop",
     "dampen show drop_key    # formula, paper, arguments",
 ]
 """What to type after the demo."""
@@ -188,7 +194,8 @@ def demo(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Compare one method per idea with the plain model on few handwritten digits; offline, a few minutes."""
+    """Compare one method per idea with the plain model on few handwritten digits;
+    offline, a few minutes."""
     import shutil
 
     from dampen.cli.running import execute

@@ -1,4 +1,5 @@
-"""What `run`, `compare` and `demo` share: run a plan with a live view, tune, add seeds in rounds."""
+"""What `run`, `compare` and `demo` share: run a plan with a live view,
+tune, add seeds in rounds."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def execute(
     report: bool = True,
     **options: Any,
 ) -> None:
-    """Run the trials, show progress (on standard error with --json), print the table, exit with the run's code.
+    """Run the trials, show progress (on standard error with --json), print the table,
+    exit with the run's code.
 
     Args:
         plan: the comparison.
@@ -77,7 +79,8 @@ def conclude(
     report: bool = True,
     said: str = "",
 ) -> NoReturn:
-    """The end of a run: the table, an answer to each question, what failed, what to type next, the page, the exit code.
+    """The end of a run: the table, an answer to each question, what failed, what to type next, the
+    page, the exit code.
 
     Args:
         console: where to print.
@@ -134,7 +137,8 @@ def _print_answers(console: Console, run: ComparisonResult, advice: Advice, said
 
 
 def _write_page(console: Console, run: ComparisonResult) -> Path | None:
-    """Write report.html in the folder of the study. A page that cannot be written is reported and costs no result."""
+    """Write report.html in the folder of the study. A page that cannot be written is reported and
+    costs no result."""
     from dampen.studies.report import write_report
 
     if not any(entry.summary.n for entry in run.table.entries):
@@ -149,7 +153,8 @@ def _write_page(console: Console, run: ComparisonResult) -> Path | None:
 
 
 def what_went_wrong(run: ComparisonResult) -> list[str]:
-    """Each message once, with the runs that it is about. Messages that differ in their numbers are one message.
+    """Each message once, with the runs that it is about. Messages that differ in their
+    numbers are one message.
 
     Args:
         run: one run.
@@ -178,10 +183,11 @@ def resume_command() -> str:
 
 
 def heed_signals() -> None:
-    """SIGTERM (a polite kill) and SIGHUP (the terminal is gone) are like Ctrl-C: checkpoint, then leave.
+    """SIGTERM (a polite kill) and SIGHUP (the terminal is gone) are like
+    Ctrl-C: checkpoint, then leave.
 
-    A signal that is ignored since before the command started stays ignored (`nohup`, `&` in a script), but for Ctrl-C
-    where there is a terminal to press it on.
+    A signal that is ignored since before the command started stays ignored (`nohup`, `&` in a
+    script), but for Ctrl-C where there is a terminal to press it on.
     """
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
@@ -240,7 +246,8 @@ Title = Annotated[
     typer.Option(help="The title of the table and of the page.", rich_help_panel=OUTPUT),
 ]
 GOING = (0, 1, 4, 5)
-"""Exit codes after which the other rows can run: all well, some trial failed, was locked, diverged."""
+"""Exit codes after which the other rows can run: all well, some trial failed,
+was locked, diverged."""
 
 
 def race_and_conclude(
@@ -338,7 +345,8 @@ SearchBy = Annotated[str | None, typer.Option("--search", hidden=True)]
 def engine_options(
     engine: str, workers: int | None, address: str | None, per_gpu: int | None = None
 ) -> dict[str, Any]:
-    """The options of `run_comparison` for an engine; one that nobody offers is refused before anything starts.
+    """The options of `run_comparison` for an engine; one that nobody offers is refused before
+    anything starts.
 
     Args:
         engine: local or ray.
@@ -384,7 +392,8 @@ def tuned(
     rows: Sequence[str],
     **engine: Any,
 ) -> Comparison:
-    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else the plan itself.
+    """Where the recipe names tuning seeds: each row at the point validation prefers on them; else
+    the plan itself.
 
     Args:
         recipe: what to compare.

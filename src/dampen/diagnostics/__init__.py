@@ -72,7 +72,8 @@ _DIAGNOSTICS = {
     **dict.fromkeys(("Pixels", "Robustness", "fgsm", "pgd"), "robustness"),
 }
 _MOVED = {**_METRICS, **_DIAGNOSTICS}
-"""What was here until 0.3, and its module in `reproductions/metrics` and `reproductions/diagnostics`."""
+"""What was here until 0.3, and its module in `reproductions/metrics` and
+`reproductions/diagnostics`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -247,8 +247,8 @@ def measure_conditioning(
 
 
 class ConditionProbe:
-    """Condition numbers during training: a callback for the built-in trainer, or for any loop, that answers
-    every k steps.
+    """Condition numbers during training: a callback for the built-in trainer, or for any loop, that
+    answers every k steps.
 
     `probe(step, model, batch)` gives plain data for a record when `step` is a multiple of `every`,
     else an empty dict. A batch is what the model takes, (inputs, labels), a mapping with "labels",

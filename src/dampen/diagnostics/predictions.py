@@ -134,7 +134,8 @@ def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"Labels must hold one class index per prediction: got logits "
-            f"{tuple(logits.shape)} and labels {tuple(labels.shape)}; expected labels {tuple(logits.shape[:-1])}."
+            f"{tuple(logits.shape)} and labels {tuple(labels.shape)}; "
+            f"expected labels {tuple(logits.shape[:-1])}."
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise TypeError(f"Labels must be integer class indices: got dtype {labels.dtype}.")

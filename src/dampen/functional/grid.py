@@ -1,4 +1,5 @@
-"""Patches and their grid: images cut into patches, the grid behind a row of tokens, and how much of it seeds cover."""
+"""Patches and their grid: images cut into patches, the grid behind a row of tokens, and how much of
+it seeds cover."""
 
 from __future__ import annotations
 

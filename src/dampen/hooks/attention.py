@@ -1,6 +1,7 @@
-"""An attention module while regularizers are at work in it: `F.scaled_dot_product_attention` means `dampen.attention`
-there, and softmax(q k^T) v too. Sockets are opened per module and not around the whole step, because activation
-checkpointing runs a module's forward again during the backward pass."""
+"""An attention module while regularizers are at work in it: `F.scaled_dot_product_attention` means
+`dampen.attention` there, and softmax(q k^T) v too. Sockets are opened per module and not around the
+whole step, because activation checkpointing runs a module's forward again
+during the backward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from dampen.regularizer import ATTENTION_STAGES, Call, LinearCall, Regularizer
 
 
 class Socket(TorchFunctionMode):
-    """Inside one attention module, F.scaled_dot_product_attention means `attention`, and softmax(q k^T) v too."""
+    """Inside one attention module, F.scaled_dot_product_attention means `attention`, and
+    softmax(q k^T) v too."""
 
     def __init__(
         self, site: AttentionSite, frame: Frame, regularizers: Sequence[Regularizer], call: Call
@@ -131,7 +133,8 @@ class Socket(TorchFunctionMode):
         return out
 
     def flash(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a function of flash_attn and the like, or of a back end in Hugging Face's registry."""
+        """A call of a function of flash_attn and the like, or of a back end in
+        Hugging Face's registry."""
         self.seen = True
         if self.call.cross:
             self.call.valid = self.frame.valid
@@ -208,8 +211,10 @@ class Socket(TorchFunctionMode):
                 call.valid = None
             elif odd and not call.cross and call.valid is not None:
                 raise RuntimeError(
-                    f"{type(call.module).__name__} at '{self.site.name}' attends from {call.shape[2]} queries to "
-                    f"{call.shape[3]} keys, so its mask of keys does not show which of its tokens are padding. "
+                    f"{type(call.module).__name__} at '{self.site.name}' "
+                    f"attends from {call.shape[2]} queries to "
+                    f"{call.shape[3]} keys, so its mask of keys does "
+                    "not show which of its tokens are padding. "
                     f"Use a method without penalties, or {leave_out(self.site.name)}."
                 )
             return
@@ -222,11 +227,13 @@ class Socket(TorchFunctionMode):
 
     @staticmethod
     def _hides_no_key(call: Call) -> bool:
-        """Whether every key is seen by some query, so that no token is padding, whichever keys are its tokens."""
+        """Whether every key is seen by some query, so that no token is padding,
+        whichever keys are its tokens."""
         return call.valid is not None and _is_whole(call.valid)
 
     def _is_over_channels(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
-        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        """Whether the scores are those of channels with channels, as the first attention of the
+        module has shown."""
         if self.site.over_channels or self.site.knows_tokens():
             return self.site.over_channels
         followed = self.call.followed
@@ -240,7 +247,8 @@ class Socket(TorchFunctionMode):
         pass_by(self.site)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear called by the module itself with the weight of one of its maps (timm's EVA with a qkv bias)."""
+        """F.linear called by the module itself with the weight of one of its maps (timm's EVA with
+        a qkv bias)."""
         for module in self.site.linears:
             if module.weight is weight:
                 linear: Any = module._dampen_linear
@@ -285,7 +293,8 @@ def socket_attention(
     enable_gqa: bool = False,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None] | Tensor:
-    """`attention` as an attention site runs it: what it learns about padding is for the rest of the block."""
+    """`attention` as an attention site runs it: what it learns about padding is for
+    the rest of the block."""
     if call.cross:
         call.valid = (
             frame.valid
@@ -355,8 +364,10 @@ def padding_reported(site: AttentionSite, frame: Frame, call: Call) -> None:
         site.layer.padding.report(call.valid)
     if frame.early and frame.valid is not None and not _is_whole(frame.valid):
         raise RuntimeError(
-            f"The feed-forward of '{site.layer.site.name}' ({frame.early}) runs before its attention, whose mask "
-            "says which tokens are padding: its penalty would count padded tokens. Leave the feed-forward terms "
+            f"The feed-forward of '{site.layer.site.name}' "
+            f"({frame.early}) runs before its attention, whose mask "
+            "says which tokens are padding: its penalty would count "
+            "padded tokens. Leave the feed-forward terms "
             "out, or give batches without padding."
         )
 
@@ -369,7 +380,8 @@ def _is_whole(valid: Tensor) -> bool:
 def pass_by(
     site: AttentionSite, why: str = "left out (attends over channels, not over tokens)"
 ) -> None:
-    """Methods inside attention do not act in a layer whose attentions are all over channels, or over their queries."""
+    """Methods inside attention do not act in a layer whose attentions are all over channels, or
+    over their queries."""
     layer = site.layer
     if not torch.compiler.is_compiling():
         site.kernel = None
@@ -477,10 +489,12 @@ def run_attention(
 
 
 def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *args: Any) -> Any:
-    """An attention whose derivative is a penalty, in a `reg.loss` without gradients: nothing of its graph gets out."""
+    """An attention whose derivative is a penalty, in a `reg.loss` without gradients: nothing of its
+    graph gets out."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "joint is a derivative of the attention, and under torch.inference_mode() there is none. Measure this loss "
+            "joint is a derivative of the attention, and under "
+            "torch.inference_mode() there is none. Measure this loss "
             "under torch.no_grad() instead."
         )
     for r in measuring:
@@ -494,7 +508,8 @@ def with_jacobian(measuring: Sequence[Regularizer], run: Callable[..., Any], *ar
 
 
 def switch_on(module: Any, site: AttentionSite) -> bool:
-    """timm's Swin and others are unfused by default: they call SDPA in this forward only, so eval stays bit-exact.
+    """timm's Swin and others are unfused by default: they call SDPA in this forward only, so eval
+    stays bit-exact.
 
     Forwards are counted, because another thread may be in the same module."""
     if site.switched == 0 and getattr(module, "fused_attn", None) is not False:
@@ -532,7 +547,8 @@ def in_attention(
 
 
 def mark_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an attention module that only reports its kind to its block, for branches without SDPA (Swin)."""
+    """The forward of an attention module that only reports its kind to its block, for branches
+    without SDPA (Swin)."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         frame = frame_of(self._dampen_mark)
@@ -550,9 +566,11 @@ def raise_without_socket(module: nn.Module, site: AttentionSite, why: str) -> No
     if scripted:
         why = f"it calls '{scripted}', which torch.jit.script has compiled, so that what it does cannot be followed"
     raise RuntimeError(
-        f"{type(module).__name__} at '{site.name}' ran without calling F.scaled_dot_product_attention, and {why}, so "
+        f"{type(module).__name__} at '{site.name}' ran without calling "
+        f"F.scaled_dot_product_attention, and {why}, so "
         f"its regularizers (stages {', '.join(stages) or 'watching for padding'}) did nothing. "
-        "Where the library can, give the model an SDPA back end (transformers: model.set_attn_implementation('sdpa')); "
+        "Where the library can, give the model an SDPA back end (transformers: "
+        "model.set_attn_implementation('sdpa')); "
         "in your own code call F.scaled_dot_product_attention or dampen.attention. "
         f"If that cannot be (talking heads, linear attention), {leave_out(site.name)}."
     )

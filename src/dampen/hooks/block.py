@@ -1,7 +1,7 @@
 """A block and its linear layers while regularizers are at work in them.
 
-The block has the stages tokens, branch and block. A linear layer is seen with its own input, weight and bias: the
-stages operands and product.
+The block has the stages tokens, branch and block. A linear layer is seen with its own input, weight
+and bias: the stages operands and product.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 #
 # The quickest way to a residual branch: the stream itself reports when something is added to it.
 #
-# The tracer in `residual.py` follows every tensor of a block through a function mode, and each torch function
-# of the block pays for it. Where several forwards have done nothing with the stream but `stream
-# + branch`, out of place and by the operator, the stream is given a class of its own for the
-# length of one forward: `x + b` then comes here, and nothing else is touched. The additions,
-# the attentions that ran before each, and the block's output are compared with what was
-# followed. Where they differ, branches may have gone past the regularizers: what the forward
-# did is undone (draws, penalties), the block is run again from its input and followed, and its
-# stream is never trusted again. A block that alternates from the start is never streamed, and
-# nothing of it runs twice.
+# The tracer in `residual.py` follows every tensor of a block through a function
+# mode, and each torch function of the block pays for it. Where several forwards have done nothing
+# with the stream but `stream + branch`, out of place and by the operator, the stream is given a
+# class of its own for the length of one forward: `x + b` then comes here, and nothing else is
+# touched. The additions, the attentions that ran before each, and the block's output
+# are compared with what was followed. Where they differ, branches may have gone past the
+# regularizers: what the forward did is undone (draws, penalties), the block is run again from its
+# input and followed, and its stream is never trusted again. A block that alternates from the start
+# is never streamed, and nothing of it runs twice.
 
 STEADY = 3
 """So many forwards must have been like the first before a stream is trusted."""
@@ -182,7 +182,8 @@ class StreamSocket:
         return out
 
     def add_otherwise(self, residual: Tensor, other: Any, **kwargs: Any) -> Tensor:
-        """A sum that was not there before: this forward will be undone, so nothing may be changed in place."""
+        """A sum that was not there before: this forward will be undone, so nothing
+        may be changed in place."""
         self.departed = True
         return torch.add(residual, other, **kwargs).as_subclass(Tensor)
 
@@ -208,13 +209,16 @@ class StreamSocket:
         )
 
     def undo(self, block: nn.Module) -> None:
-        """Take back what the forward has drawn and noted, so that the block can run again and be followed."""
+        """Take back what the forward has drawn and noted, so that the block can run
+        again and be followed."""
         self.layer.residual_memory, self.layer.residual_departures = None, LEARNING + 1
         if version_of(self.root) != self.version:
             names = ", ".join(sorted({r.name for r in self.regularizers}))
             raise RuntimeError(
-                f"{type(block).__name__} at '{self.layer.site.name}' adds to its residual stream in another way than "
-                f"in the forwards before, and has changed its input in place, so that it cannot be run again for "
+                f"{type(block).__name__} at '{self.layer.site.name}' adds to "
+                "its residual stream in another way than "
+                "in the forwards before, and has changed its input in "
+                "place, so that it cannot be run again for "
                 f"{names}. Run the step again, which looks anew."
             )
         torch.set_rng_state(self.random)
@@ -226,9 +230,10 @@ class StreamSocket:
 
 
 def may_stream(layer: Layer, x: Tensor, roots: int) -> bool:
-    """Whether a block's stream can be given a class of its own in this forward. Not while tensors that autograd saves
-    are replaced (checkpoints), because a forward that is undone would have saved some; and on the CPU alone, where the
-    state of the random numbers costs two microseconds to keep."""
+    """Whether a block's stream can be given a class of its own in this forward. Not while tensors
+    that autograd saves are replaced (checkpoints), because a forward that is undone would have
+    saved some; and on the CPU alone, where the state of the random numbers costs two
+    microseconds to keep."""
     if torch.compiler.is_compiling() or layer.residual_departures > LEARNING:
         return False
     if layer.residual_same < STEADY:
@@ -282,14 +287,17 @@ def run_block(
     x = given if isinstance(given, Tensor) else first_of((args, kwargs))
     if x is None:
         raise RuntimeError(
-            f"{type(self).__name__} at '{layer.site.name}' got no tensor that could be found in its arguments "
+            f"{type(self).__name__} at '{layer.site.name}' got no "
+            "tensor that could be found in its arguments "
             f"({', '.join(type(a).__name__ for a in (*args, *kwargs.values())) or 'none'}). "
-            "Give it tensors, or tuples, dicts or dataclasses of them, or leave the block out with target_modules=."
+            "Give it tensors, or tuples, dicts or dataclasses of them, or "
+            "leave the block out with target_modules=."
         )
     stages = set() if x is given else {s for r in active for s in r.stages} & set(BLOCK_STAGES)
     if stages:
         raise RuntimeError(
-            f"{type(self).__name__} at '{layer.site.name}' takes a {type(given).__name__} of tensors, not one, so "
+            f"{type(self).__name__} at '{layer.site.name}' takes a "
+            f"{type(given).__name__} of tensors, not one, so "
             f"methods of whole blocks ({', '.join(sorted(stages))}) cannot act on it. "
             f"To continue, {leave_out(layer.site.name)}."
         )
@@ -310,11 +318,13 @@ def run_block(
     frame.samples = len(x)
     has_gradient = x.requires_grad
     for r in active:
-        # to set an attribute of a module takes microseconds; to read it in a graph would guard the graph by it
+        # to set an attribute of a module takes microseconds; to read it in a graph
+        # would guard the graph by it
         if compiling or r.input_has_gradient is not has_gradient:
             r.input_has_gradient = has_gradient
     branching = work.branch
-    # a mode that is open also keeps torch.nn's encoder layer from its fused eval path around our sites
+    # a mode that is open also keeps torch.nn's encoder layer from its fused
+    # eval path around our sites
     if branching or (isinstance(self, nn.TransformerEncoderLayer) and not self.training):
         others = [t for t in (*args, *kwargs.values()) if is_stream(t, x)]
         if branching and may_stream(layer, x, 1 + len(others)):
@@ -339,11 +349,14 @@ def run_block(
 def finish_block(
     self: Any, site: BlockSite, frame: Frame, work: AtWork, x: Tensor, out: Any
 ) -> Any:
-    """What is left to do when a block's own forward has run: the stage block, and a look whether its maps were seen."""
+    """What is left to do when a block's own forward has run: the stage block, and a look whether
+    its maps were seen."""
     if site.wants_linear and frame.hits == 0 and work.linear:
         raise RuntimeError(
-            f"{type(self).__name__} at '{site.layer.site.name}' ran without calling any of its linear modules, so the "
-            "regularizers on its linear maps did nothing. Call the modules (self.fc1(x)) instead of using their "
+            f"{type(self).__name__} at '{site.layer.site.name}' ran without "
+            "calling any of its linear modules, so the "
+            "regularizers on its linear maps did nothing. Call the "
+            "modules (self.fc1(x)) instead of using their "
             "weights."
         )
     acting = work.block
@@ -352,8 +365,10 @@ def finish_block(
     y = first_of(out)
     if y is None:
         raise RuntimeError(
-            f"{type(self).__name__} at '{site.layer.site.name}' returned a {type(out).__name__} in which no tensor was "
-            f"found, so {type(acting[0]).__name__} cannot act on it. Return a tensor, or a tuple, a dict or a "
+            f"{type(self).__name__} at '{site.layer.site.name}' returned a "
+            f"{type(out).__name__} in which no tensor was "
+            f"found, so {type(acting[0]).__name__} cannot act on it. "
+            "Return a tensor, or a tuple, a dict or a "
             "dataclass of them, or leave the block out with target_modules=."
         )
     new = y
@@ -373,14 +388,16 @@ def is_stream(value: Any, x: Tensor) -> bool:
 
 
 def _are_tokens(value: Tensor, x: Tensor) -> bool:
-    """Whether a tensor may hold other tokens of the same samples: those of LTX2's audio have another width."""
+    """Whether a tensor may hold other tokens of the same samples: those of LTX2's audio have
+    another width."""
     return value.ndim == 3 and value.dtype == x.dtype and value.shape[0] == x.shape[0]
 
 
 def check_tokens(
     block: nn.Module, method: Regularizer, before: Tensor, after: Tensor, others: Sequence[Any]
 ) -> None:
-    """Raise where a method took tokens away although the block gets something else that has one entry per token."""
+    """Raise where a method took tokens away although the block gets something else that has one
+    entry per token."""
     if after.shape == before.shape:
         return
     batch, length = before.shape[:2]
@@ -390,8 +407,10 @@ def check_tokens(
             if length in sizes:
                 raise RuntimeError(
                     f"{type(method).__name__} left {after.shape[1]} of {length} tokens, but "
-                    f"{type(block).__name__} also gets a tensor of shape {tuple(other.shape)} (a mask or positions), "
-                    f"which fits the {length}. {type(method).__name__} works where positions are in the tokens."
+                    f"{type(block).__name__} also gets a tensor of shape "
+                    f"{tuple(other.shape)} (a mask or positions), "
+                    f"which fits the {length}. {type(method).__name__} "
+                    "works where positions are in the tokens."
                 )
 
 
@@ -417,7 +436,8 @@ def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:
             work = layer.at_work(self)
         if work is None:
             return base(self, input)  # type: ignore[no-any-return]
-        # inside an attention, whose own input was looked at, each look is a call of its function mode
+        # inside an attention, whose own input was looked at, each look is a
+        # call of its function mode
         inside = frame is not None and frame.call is not None and type(input) is Tensor
         if not inside and input.is_nested:
             refuse_nested(input, f"the linear layer '{site.role}' at '{layer.site.name}'")
@@ -469,11 +489,13 @@ def _convolve(
     active: Sequence[Regularizer],
     input: Tensor,
 ) -> Tensor:
-    """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B, positions, C)."""
+    """A convolution that is one position wide: its positions are tokens, (B, C, ...) as (B,
+    positions, C)."""
     frame, places = frame_of(site.layer), input.shape[2:]
     if input.ndim != module.weight.ndim:
         raise RuntimeError(
-            f"the convolution '{site.role}' at '{site.layer.site.name}' got {tuple(input.shape)}, without samples. "
+            f"the convolution '{site.role}' at '{site.layer.site.name}' "
+            f"got {tuple(input.shape)}, without samples. "
             "Give batches, or leave the layer out with target_modules=."
         )
     tokens, weight = input.flatten(2).transpose(1, 2), weight_of(module, "convolution")
@@ -493,7 +515,8 @@ def _convolve(
 def layer_valid(
     layer: Layer, frame: Frame, input: Tensor, role: str, needed: bool
 ) -> Tensor | None:
-    """Which tokens of a linear map's input are no padding, as far as the layer knows by now; None: all.
+    """Which tokens of a linear map's input are no padding, as far as the layer
+    knows by now; None: all.
 
     Args:
         layer: whose map it is.
@@ -520,7 +543,8 @@ def layer_valid(
 
 
 def fit_valid(valid: Tensor, input: Tensor) -> Tensor | None:
-    """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D) where flattened."""
+    """The validity (B, N) of a layer's tokens, as a linear map sees them: (B, N, D), or (B * N, D)
+    where flattened."""
     if input.ndim == 2 and input.shape[0] % valid.shape[1] == 0:
         samples = input.shape[0] // valid.shape[1]
         return valid.expand(samples, -1).flatten() if valid.shape[0] in (1, samples) else None
@@ -558,7 +582,8 @@ def run_linear(
         work: what the methods do at maps of this role.
         call: the map and its input.
         multiply: makes the product of an input, a weight and a bias.
-        plain: whether `multiply` is `F.linear` and no more, for which a method may have a function of its own.
+        plain: whether `multiply` is `F.linear` and no more, for which a method may
+            have a function of its own.
     """
     if frame is None:
         return _run_linear(work, call, multiply, plain)
@@ -727,8 +752,8 @@ def spread(some: Tensor, kept: Tensor, x: Tensor, heads: int | None) -> Tensor:
 
 
 def open_subsets(plan: LayerPlan, layer: Layer) -> list[tuple[nn.Module, SubsetSite]]:
-    """The sublayers of a layer that a method may run on some samples; the method gets the reason why none,
-    or only some."""
+    """The sublayers of a layer that a method may run on some samples; the method gets the reason
+    why none, or only some."""
     skipper = next((c for c in layer.clones if c.skips_samples), None)
     if skipper is None:
         return []

@@ -1,7 +1,9 @@
-"""The dropout that a model brings itself: where it is, at which rate, and how the handle sets and samples it.
+"""The dropout that a model brings itself: where it is, at which rate, and how the
+handle sets and samples it.
 
-Modules that drop (nn.Dropout, drop path, stochastic depth) and rates that a module keeps as a number and uses in its
-own forward (`attention_dropout` of Hugging Face, `dropout` of nn.MultiheadAttention, `layerdrop`).
+Modules that drop (nn.Dropout, drop path, stochastic depth) and rates that a module keeps as a
+number and uses in its own forward (`attention_dropout` of Hugging Face, `dropout` of
+nn.MultiheadAttention, `layerdrop`).
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class OwnRate:
         )
 
     def at(self, progress: float) -> None:
-        """Set what the schedule says. A number that stays is not set again: a compiled graph is guarded by it."""
+        """Set what the schedule says. A number that stays is not set again: a compiled graph is
+        guarded by it."""
         if self.schedule is not None:
             what = f"reg.set_builtin_dropout(rate=...) at '{self.name}'"
             value = check_value(self.schedule(self.depth, progress), what)
@@ -118,7 +121,8 @@ def _kind(place: str, module: nn.Module, attribute: str) -> str:
 
 
 def _is_used(cls: type, attribute: str) -> bool:
-    """Whether the code of a class reads an attribute outside its constructor; timm keeps `drop_rate` as a record."""
+    """Whether the code of a class reads an attribute outside its constructor; timm keeps
+    `drop_rate` as a record."""
     functions = (
         f
         for base in cls.__mro__
@@ -130,7 +134,8 @@ def _is_used(cls: type, attribute: str) -> bool:
 
 
 def own_rates(model: nn.Module, known: Sequence[OwnRate]) -> list[OwnRate]:
-    """Every drop rate of the model's own; those that were set already with what they were before."""
+    """Every drop rate of the model's own; those that were set already with
+    what they were before."""
     before = {(id(r.module), r.attribute): r for r in known}
     return [before.get((id(r.module), r.attribute), r) for r in find_own(model)]
 
@@ -162,7 +167,8 @@ def choose_own(rates: Sequence[OwnRate], sites: str | Sequence[str]) -> list[Own
 
 
 def describe_own(rates: Sequence[OwnRate]) -> list[str]:
-    """One line per kind, rate and family of places ("blocks.*.attn_drop"); those at 0 only counted."""
+    """One line per kind, rate and family of places ("blocks.*.attn_drop");
+    those at 0 only counted."""
     groups: dict[tuple[str, str, str], int] = {}
     for r in rates:
         if r.rate > 0:
@@ -192,7 +198,8 @@ class SampledSite:
 
 
 def sampled_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module that drops, in training mode by itself; its children stay as they are."""
+    """The forward of a module that drops, in training mode by itself; its
+    children stay as they are."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: SampledSite = self._dampen_sampled
@@ -215,7 +222,8 @@ def is_flipped(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """torch.nn's encoder layers have a fused eval path that calls none of their modules, and so no dropout."""
+    """torch.nn's encoder layers have a fused eval path that calls none of their
+    modules, and so no dropout."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -229,7 +237,8 @@ def no_fast_path() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sampling_own(model: nn.Module) -> Iterator[None]:
-    """Inside, the modules of `model` that have a drop rate above 0 drop in eval mode too. Blocks may nest."""
+    """Inside, the modules of `model` that have a drop rate above 0 drop in eval mode
+    too. Blocks may nest."""
     from dampen.hooks.patch import pop, swap  # which knows this module
 
     modules = {id(r.module): r.module for r in find_own(model) if r.rate > 0}.values()
@@ -269,18 +278,21 @@ _DROPOUTS = {
 }  # fmt: skip
 _TRAINING = {f: inspect.signature(f) for f in (F.multi_head_attention_forward, F.rrelu)}
 _DRAWS = frozenset(
-    "rand rand_like randn randn_like randint randint_like randperm normal normal_ bernoulli bernoulli_ uniform_ "
+    "rand rand_like randn randn_like randint randint_like randperm "
+    "normal normal_ bernoulli bernoulli_ uniform_ "
     "random_ multinomial poisson exponential_ geometric_ cauchy_ log_normal_".split()
 )
 
 
 @contextlib.contextmanager
 def deterministic(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing in `model` is random: not its own dropout and drop path, not functional calls, not the
-    regularizers, in training mode too. Afterwards, also after an error, everything is exactly as it was.
+    """Inside, nothing in `model` is random: not its own dropout and drop path, not functional
+    calls, not the regularizers, in training mode too. Afterwards, also after an error, everything
+    is exactly as it was.
 
-    With activation checkpointing the backward belongs inside, because it runs the forward again. What draws random
-    numbers in another way (a random mask of the input) stays on, and a warning names it.
+    With activation checkpointing the backward belongs inside, because it runs the forward again.
+    What draws random numbers in another way (a random mask of the input) stays
+    on, and a warning names it.
 
     Args:
         model: any model, regularized or not.
@@ -307,12 +319,14 @@ def deterministic(model: nn.Module) -> Iterator[None]:
 class Silence:
     """Switches every dropout of a model off, and back on: what `dampen.silence(model)` returns.
 
-    Inside `with`, or from `on()` to `off()`, the model's dropout modules, its functional dropout, the dropout of its
-    attention, its drop paths and its regularizers do nothing, in training mode too. Other models are not touched. That
-    is what the reference model of DPO and the teacher of a distillation need.
+    Inside `with`, or from `on()` to `off()`, the model's dropout modules, its functional dropout,
+    the dropout of its attention, its drop paths and its regularizers do nothing, in training mode
+    too. Other models are not touched. That is what the reference model of DPO and the teacher of a
+    distillation need.
 
-    With activation checkpointing the backward has to run before `off()`, because it runs the forward again. Of a
-    compiled model, give the one that torch.compile returned: the graph of the inner one would not be reached.
+    With activation checkpointing the backward has to run before `off()`, because it runs the
+    forward again. Of a compiled model, give the one that torch.compile returned: the graph of the
+    inner one would not be reached.
 
     Args:
         model: any model, regularized or not.
@@ -346,7 +360,8 @@ class Silence:
         """Switch every dropout off."""
         if self._mode is not None:
             raise RuntimeError(
-                f"{type(self.model).__name__} is silent already. Call off() first, or use one `with` block."
+                f"{type(self.model).__name__} is silent already. "
+                "Call off() first, or use one `with` block."
             )
         mode = _Silence("silence()", alone=True)
         with contextlib.ExitStack() as stack:
@@ -359,7 +374,8 @@ class Silence:
         """Bring every dropout back as it was."""
         if self._mode is None:
             raise RuntimeError(
-                f"{type(self.model).__name__} is not silent. Call on() first, or use `with silence(model):`."
+                f"{type(self.model).__name__} is not silent. Call "
+                "on() first, or use `with silence(model):`."
             )
         mode, self._mode = self._mode, None
         self._stack.close()
@@ -400,7 +416,8 @@ def silence(model: nn.Module) -> Silence:
 
 
 def _silence_modules(model: nn.Module, mode: _Silence, stack: contextlib.ExitStack) -> None:
-    """Rates at 0, regularizers off, and hooks that follow the forwards, until the stack is closed."""
+    """Rates at 0, regularizers off, and hooks that follow the forwards,
+    until the stack is closed."""
     rates = [r for r in find_own(model) if r.rate > 0]
     mode.silenced = mode.silenced or bool(rates)
     for module in model.modules():
@@ -446,8 +463,8 @@ class _Silence(TorchFunctionMode):
     def enter(self, module: nn.Module, args: Any) -> None:
         """A forward of one of the model's modules starts.
 
-        Inside `loss.backward()` the mode is off, for that is a torch function too: a checkpoint's recompute opens it
-        again."""
+        Inside `loss.backward()` the mode is off, for that is a torch function too: a checkpoint's
+        recompute opens it again."""
         if torch.compiler.is_compiling():
             return
         modules = self.running[threading.get_ident()]
@@ -512,13 +529,16 @@ class _Silence(TorchFunctionMode):
         """At the end: raise where a recompute would be random, warn of what was not silenced."""
         if self.checkpointed and self.silenced and not self.recomputed:
             raise RuntimeError(
-                f"{name} ran under activation checkpointing inside {self.name}, and its backward did not: it would "
-                "run the forward again with everything random, and give wrong gradients. Put loss.backward() inside "
+                f"{name} ran under activation checkpointing inside "
+                f"{self.name}, and its backward did not: it would "
+                "run the forward again with everything random, and give "
+                "wrong gradients. Put loss.backward() inside "
                 "the with block, or run the forward under torch.no_grad() if no gradient is wanted."
             )
         if self.drawn:
             warnings.warn(
-                f"{name} drew random numbers inside {self.name} by {', '.join(sorted(self.drawn))}, in its own "
+                f"{name} drew random numbers inside {self.name} by "
+                f"{', '.join(sorted(self.drawn))}, in its own "
                 "code, which is not dropout and was left as it is.",
                 stacklevel=3,
             )

@@ -1,4 +1,5 @@
-"""One context per forward of a block, and what is kept on the modules of a model while regularizers are attached."""
+"""One context per forward of a block, and what is kept on the modules of a model while regularizers
+are attached."""
 
 from __future__ import annotations
 
@@ -65,9 +66,12 @@ class EntrySite:
         if passed and model.ledger.strict and not model.ledger.is_inside():
             name = type(passed[0]).__name__
             raise RuntimeError(
-                f"{name} acts on the model's input, but a block was reached without the model's forward "
-                "(through forward_features, encode or a submodule), so it would do nothing. Call the model itself, "
-                f"regularize the part that you call, or say that you mean it: regularize(..., strict=False)."
+                f"{name} acts on the model's input, but a block "
+                "was reached without the model's forward "
+                "(through forward_features, encode or a submodule), so it "
+                "would do nothing. Call the model itself, "
+                "regularize the part that you call, or say that "
+                "you mean it: regularize(..., strict=False)."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +103,8 @@ class AtRole:
 
 
 class AtWork:
-    """The methods at work in a forward of a layer, and where. It is kept as long as these stay the same."""
+    """The methods at work in a forward of a layer, and where. It is kept as long
+    as these stay the same."""
 
     def __init__(self, methods: Sequence[Regularizer], training: bool) -> None:
         self.methods, self.training = list(methods), training
@@ -120,7 +125,8 @@ class AtWork:
 
 
 def sees_attention(r: Regularizer) -> bool:
-    """Whether anything of a regularizer happens inside attention; one of the branches alone leaves the kernel be."""
+    """Whether anything of a regularizer happens inside attention; one of the branches alone leaves
+    the kernel be."""
     return bool(r.roles) or r.needs_valid or not r.stages.isdisjoint(ATTENTION_STAGES)
 
 
@@ -171,14 +177,16 @@ def open_frame(layer: Layer, work: AtWork | None = None, block: Any = None) -> F
 
 
 def close_frame(layer: Layer, frame: Frame) -> None:
-    """The end of a forward. What it held is let go at once: a circle of references would keep the forward's tensors
-    until Python next looks for circles, and the next step would have to find memory elsewhere."""
+    """The end of a forward. What it held is let go at once: a circle of references would keep the
+    forward's tensors until Python next looks for circles, and the next step would have to find
+    memory elsewhere."""
     layer.frames.remove(frame)
     frame.residual = frame.call = None
 
 
 def frame_of(layer: Layer) -> Frame | None:
-    """The frame that the calling thread has open in this layer, the innermost if there are several."""
+    """The frame that the calling thread has open in this layer, the innermost
+    if there are several."""
     if not layer.frames:
         return None
     thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
@@ -186,12 +194,15 @@ def frame_of(layer: Layer) -> Frame | None:
         for frame in reversed(layer.frames):
             if frame.thread == thread:
                 return frame
-    # A graph knows no thread, and code between two graphs finds the frame of the graph around it: the only one, then.
+    # A graph knows no thread, and code between two graphs finds the frame of the graph around it:
+    # the only one, then.
     found = [frame for frame in layer.frames if not (thread and frame.thread)]
     if len(found) > 1:
         raise RuntimeError(
-            f"Two threads run compiled parts of the layer '{layer.site.name}' at the same time, and a compiled graph "
-            "cannot separate them. Give each thread a copy of the model (copy.deepcopy), or do not compile it."
+            "Two threads run compiled parts of the layer "
+            f"'{layer.site.name}' at the same time, and a compiled graph "
+            "cannot separate them. Give each thread a copy of the "
+            "model (copy.deepcopy), or do not compile it."
         )
     return found[0] if found else None
 
@@ -265,7 +276,8 @@ class Layer:
         return [] if work is None else work.methods
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: one that is made during a forward or inside a with block is not inside it."""
+        """For copies and pickles: one that is made during a forward or inside a with
+        block is not inside it."""
         fresh: dict[str, Any] = {
             "frames": [],
             "enabled": True,
@@ -279,10 +291,13 @@ class Layer:
 
 
 def raise_replica(where: str) -> None:
-    """The copies that nn.DataParallel makes share the regularizers of the first one: no penalty would be right."""
+    """The copies that nn.DataParallel makes share the regularizers of the first one: no penalty
+    would be right."""
     raise RuntimeError(
-        f"nn.DataParallel runs a copy of '{where or 'the model'}' per device, and all of them share the regularizers "
-        "of the first: penalties would be mixed or lost, and draws would stand on the wrong device. Use one device, or "
+        f"nn.DataParallel runs a copy of '{where or 'the model'}' per "
+        "device, and all of them share the regularizers "
+        "of the first: penalties would be mixed or lost, and draws would stand "
+        "on the wrong device. Use one device, or "
         "torch.nn.parallel.DistributedDataParallel, which has one process per device."
     )
 
@@ -312,9 +327,11 @@ class AttentionSite:
         self.path: tuple[int, list[str]] | None = (
             None  # the way of eager scores in the forward before; see `tracing/eager.py`
         )
-        # the mask of eager scores in the forward before: what it is made of, and what was read of it
+        # the mask of eager scores in the forward before: what it is made
+        # of, and what was read of it
         self.mask: tuple[list[Any], list[int], tuple[ModelMask | None]] | None = None
-        # shape -> whether dampen's attention computes what the model's own code computes; None: not compared
+        # shape -> whether dampen's attention computes what the model's own code
+        # computes; None: not compared
         self.replaced: dict[Any, bool] | None = None
         self.switched = 0  # forwards under way for which a library switch (timm's fused_attn) is on
         self.needs: Needs | None = (
@@ -325,7 +342,8 @@ class AttentionSite:
         self.entries: list[FlashFunction] = []  # of Hugging Face's registry, outside graphs
 
     def knows_tokens(self) -> bool:
-        """Whether an attention of the module was seen to be over tokens. A graph is judged by its shapes every time."""
+        """Whether an attention of the module was seen to be over tokens. A graph is judged by its
+        shapes every time."""
         return not torch.compiler.is_compiling() and self.over_tokens
 
     def note_channels(self, over_channels: bool) -> bool:
@@ -397,7 +415,8 @@ class ModelSite:
 
     @contextlib.contextmanager
     def holding(self, name: str, value: bool) -> Iterator[None]:
-        """A switch of all layers and of the model, set inside and then as it was: blocks may nest."""
+        """A switch of all layers and of the model, set inside and then as it
+        was: blocks may nest."""
         places: list[Layer | ModelSite] = [self, *self.layers]
         before = [getattr(place, name) for place in places]
         for place in places:
@@ -409,7 +428,8 @@ class ModelSite:
                 setattr(place, name, was)
 
     def check_reached(self) -> None:
-        """Raise where a method inside attention has met no attention over tokens in the whole model."""
+        """Raise where a method inside attention has met no attention over
+        tokens in the whole model."""
         if not any(layer.passed_by for layer in self.layers):
             return
         clones = {
@@ -426,7 +446,8 @@ class ModelSite:
                 }
                 raise RuntimeError(
                     f"{clone} found no attention to act on: every attention of the layers chosen "
-                    f"('{self.layers[0].site.name}', ...) was {' or '.join(sorted(why))}. Leave the method "
+                    f"('{self.layers[0].site.name}', ...) was "
+                    f"{' or '.join(sorted(why))}. Leave the method "
                     "out, or those of its terms that are about attention."
                 )
 

@@ -1,4 +1,5 @@
-"""The printed report of a regularized model: what sits where, at which rate or weight, and which kernel runs."""
+"""The printed report of a regularized model: what sits where, at which rate or weight, and which
+kernel runs."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def span(names: list[str]) -> str:
 
 
 def _native(reg: Handle) -> list[str]:
-    """The command that builds the native kernels, where the model is on a CPU and they are not built."""
+    """The command that builds the native kernels, where the model is on a CPU
+    and they are not built."""
     on_cpu = all(p.device.type == "cpu" for p in reg.model.parameters())
     if not on_cpu or library.available() or "dampen doctor --build" not in library.status():
         return []
@@ -96,7 +98,8 @@ def _native(reg: Handle) -> list[str]:
 
 
 def _coverage(reg: Handle) -> list[str]:
-    """The methods that do not act in every layer: "FeedForwardDropout: feed-forward in 2 of 8 layers"."""
+    """The methods that do not act in every layer: "FeedForwardDropout:
+    feed-forward in 2 of 8 layers"."""
     lines = []
     for m in {type(m).__name__: m for m in reg.methods}.values():
         for part in sorted(parts_of(m)):
@@ -108,14 +111,16 @@ def _coverage(reg: Handle) -> list[str]:
             reached = sum(part in layer.reached.get(m.name, ()) for layer in acting)
             if m.stages != {"tokens"} and reached < len(reg.layers):
                 lines.append(
-                    f"  (partial)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers"
+                    f"  (partial)  {type(m).__name__}: {part} "
+                    f"in {reached} of {len(reg.layers)} layers"
                 )
     return lines
 
 
 def _outside(reg: Handle) -> list[str]:
-    """What lies in no layer, beside the methods that do not reach it: feed-forward layers and residual blocks
-    (convolutional stages, a feed-forward that the model itself holds), attention whose names do not show it."""
+    """What lies in no layer, beside the methods that do not reach it: feed-forward layers and
+    residual blocks (convolutional stages, a feed-forward that the model itself holds), attention
+    whose names do not show it."""
     layers = find_layers(reg.model, whole_stacks=True)
     unnamed = find_unnamed(reg.model)
     lines = []
@@ -128,7 +133,8 @@ def _outside(reg: Handle) -> list[str]:
                 left = find_outside(reg.model, layers, residual=part == "blocks")
             if left and m.stages != {"tokens"}:
                 lines.append(
-                    f"  (outside)  {type(m).__name__}: {part} in {reached} of {len(reg.layers)} layers, and not in "
+                    f"  (outside)  {type(m).__name__}: {part} in {reached} "
+                    f"of {len(reg.layers)} layers, and not in "
                     f"{', '.join(spans(left))}, which no layer holds"
                 )
     return lines
@@ -154,7 +160,8 @@ def _zeros(reg: Handle) -> list[str]:
         clones = [r for r in reg.clones if r.name == name]
         if all(r.always_idle for r in clones):
             lines.append(
-                f"  (note)  {type(clones[0]).__name__} is 0 everywhere for the whole of training: does nothing"
+                f"  (note)  {type(clones[0]).__name__} is 0 "
+                "everywhere for the whole of training: does nothing"
             )
     return lines
 
@@ -166,14 +173,16 @@ def _own(reg: Handle) -> list[str]:
     twice = [r for r in rates if r.kind == "drop path" and r.rate > 0]
     if twice and any(m.name == "drop_path" for m in reg.methods):
         lines.append(
-            f"  (note)  DropPath acts beside the model's own drop path ({twice[0]}): a branch must survive both. "
+            "  (note)  DropPath acts beside the model's own drop path "
+            f"({twice[0]}): a branch must survive both. "
             "reg.set_builtin_dropout(rate=0, target_modules='drop path') leaves DropPath alone"
         )
     return lines
 
 
 def _unreached(reg: Handle) -> list[str]:
-    """The attentions in which nothing happens although the model has them: left out, or never run so far."""
+    """The attentions in which nothing happens although the model has them: left
+    out, or never run so far."""
     chosen = {name for layer in reg.layers for name in layer.attentions}
     left_out = [
         name or "(the model itself)" for name in find_attentions(reg.model) if name not in chosen

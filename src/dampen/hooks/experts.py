@@ -1,9 +1,10 @@
 """Mixtures of experts: the feed-forward is many, and each sees the tokens that are routed to it.
 
-Experts are modules of a list, whose linear layers are seen as any other, or parameters with one axis for the experts
-(transformers), whose products are found here by following the parameters: `F.linear(x, w[e])`, `x @ w[e]`, or
-`torch.bmm(x, w)` for all at once. Around both the module that routes is watched: it gets the tokens of the whole batch,
-by which a mean is divided, and which of them are padding is followed through the routing to each expert."""
+Experts are modules of a list, whose linear layers are seen as any other, or parameters with one
+axis for the experts (transformers), whose products are found here by following the parameters:
+`F.linear(x, w[e])`, `x @ w[e]`, or `torch.bmm(x, w)` for all at once. Around both the module that
+routes is watched: it gets the tokens of the whole batch, by which a mean is divided, and which of
+them are padding is followed through the routing to each expert."""
 
 from __future__ import annotations
 
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
 _IN = FFN_IN | {"w1", "v1", "w3", "input_linear"}
 _OUT = FFN_OUT | {"w2", "output_linear"}
 _SLICES = set(
-    "__getitem__ select unbind view reshape t transpose permute __get__ squeeze contiguous to type_as float half "
+    "__getitem__ select unbind view reshape t transpose permute __get__ "
+    "squeeze contiguous to type_as float half "
     "bfloat16 double".split()
 )
 _MOVES = set(
-    "__getitem__ index_select select unbind view reshape flatten unflatten squeeze unsqueeze expand expand_as repeat "
-    "repeat_interleave contiguous clone split split_with_sizes chunk narrow transpose permute gather masked_select "
+    "__getitem__ index_select select unbind view reshape flatten unflatten "
+    "squeeze unsqueeze expand expand_as repeat "
+    "repeat_interleave contiguous clone split split_with_sizes chunk "
+    "narrow transpose permute gather masked_select "
     "take_along_dim".split()
 )
 _MIXES = set(
@@ -78,7 +82,8 @@ def find_experts(
     attentions: Attentions,
     linears: Mapping[str, LinearPlan],
 ) -> dict[str, ExpertsPlan]:
-    """The mixtures of experts of a layer, which consists of the modules named `elements`, by the routing module."""
+    """The mixtures of experts of a layer, which consists of the modules named `elements`, by the
+    routing module."""
     found: dict[str, ExpertsPlan] = {}
     for element in elements:
         prefix = element + "." if element else ""
@@ -99,8 +104,8 @@ def find_experts(
 
 
 def _is_list_of_experts(name: str, module: nn.Module, around: nn.Module) -> bool:
-    """Whether a module holds experts side by side: by its name, or because all its elements are of one class and the
-    code around it picks tokens."""
+    """Whether a module holds experts side by side: by its name, or because all its elements are of
+    one class and the code around it picks tokens."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     elements = [m for m in module.children() if m is not None]
@@ -135,7 +140,8 @@ def _expert_parameters(name: str, module: nn.Module) -> dict[str, str]:
 def _plan_of(
     model: nn.Module, element: str, name: str, attentions: Attentions, found: dict[str, ExpertsPlan]
 ) -> ExpertsPlan:
-    """The routing module: the largest one around the experts without attention; the block itself where none is."""
+    """The routing module: the largest one around the experts without attention; the block itself
+    where none is."""
     parts, start = name.split("."), len(element.split(".")) if element else 0
     for end in range(start, len(parts) + 1):
         above = ".".join(parts[:end])
@@ -156,19 +162,24 @@ def _routes(block: nn.Module, experts: str) -> bool:
 
 
 def check_experts(method: Regularizer, plans: Mapping[str, ExpertsPlan], layer: str) -> None:
-    """Raise for a method on feed-forward layers where experts are parameters and no name shows which is which."""
+    """Raise for a method on feed-forward layers where experts are parameters and no name shows
+    which is which."""
     for plan in plans.values():
         if plan.parameters and method.needs_module:
             raise UnsupportedModel(
-                f"{type(method).__name__} keeps something for each linear layer, but the experts at '{plan.name}' are "
-                f"slices of parameters ({', '.join(plan.parameters)}). Leave the feed-forward out with "
+                f"{type(method).__name__} keeps something for each linear "
+                f"layer, but the experts at '{plan.name}' are "
+                "slices of parameters "
+                f"({', '.join(plan.parameters)}). Leave the feed-forward out with "
                 f"targets='attention', or {leave_out(layer)}."
             )
         strange = [name for name, role in plan.parameters.items() if not role]
         if strange:
             raise UnsupportedModel(
-                f"{type(method).__name__} acts on feed-forward layers, but the experts at '{plan.name}' are the "
-                f"parameters {', '.join(strange)}, and their names do not show which layer of an expert each is. "
+                f"{type(method).__name__} acts on feed-forward layers, "
+                f"but the experts at '{plan.name}' are the "
+                f"parameters {', '.join(strange)}, and their names do "
+                "not show which layer of an expert each is. "
                 f"Hold the experts as modules in an nn.ModuleList, or {leave_out(layer)}."
             )
 
@@ -187,7 +198,8 @@ class ExpertsSite:
 
 
 class Routing:
-    """One forward of a mixture of experts: how many tokens count, and which of them an expert has got."""
+    """One forward of a mixture of experts: how many tokens count, and which of
+    them an expert has got."""
 
     def __init__(self, name: str, layer: str, tokens: int | Tensor) -> None:
         self.name, self.layer, self.tokens = name, layer, tokens
@@ -207,8 +219,10 @@ class Routing:
         mask = self.of(x)
         if mask is None:
             raise RuntimeError(
-                f"The experts at '{self.name}' get their tokens in a way that could not be followed, so which of them "
-                "are padding is not known and a penalty would count them. Give batches without padding, or "
+                f"The experts at '{self.name}' get their tokens in a way that "
+                "could not be followed, so which of them "
+                "are padding is not known and a penalty would "
+                "count them. Give batches without padding, or "
                 f"{leave_out(self.layer)}."
             )
         return mask[..., 0]
@@ -253,7 +267,8 @@ class Routing:
 
 
 class ExpertSocket(TorchFunctionMode):
-    """Inside a module that routes: the products of experts kept as parameters, and the way of padded tokens."""
+    """Inside a module that routes: the products of experts kept as parameters, and the way of
+    padded tokens."""
 
     def __init__(
         self, site: ExpertsSite, frame: Frame, active: Sequence[Regularizer], routing: Routing
@@ -292,7 +307,8 @@ class ExpertSocket(TorchFunctionMode):
     def _multiply(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """A product with the weight of an expert, or of all: with the stages operands and product. None: no such."""
+        """A product with the weight of an expert, or of all: with the stages operands and product.
+        None: no such."""
         if self.frame.multiplying or len(args) < 2 or not (role := self._role(args[1])):
             return None
         x, weight = args[0], args[1]
@@ -336,9 +352,11 @@ class ExpertSocket(TorchFunctionMode):
         if missing:
             names = ", ".join(name for _, name, role in self.site.parameters if role in missing)
             raise RuntimeError(
-                f"The experts at '{self.site.name}' ran without a product with a slice of {names}, so "
+                f"The experts at '{self.site.name}' ran "
+                f"without a product with a slice of {names}, so "
                 f"{', '.join(sorted({type(r).__name__ for r in self.active}))} did nothing there. Multiply by one "
-                f"expert's weight, F.linear(x, self.weight[e]), or {leave_out(self.site.layer.site.name)}."
+                "expert's weight, F.linear(x, self.weight[e]), "
+                f"or {leave_out(self.site.layer.site.name)}."
             )
 
 
@@ -379,7 +397,8 @@ def _run(
     ]
     if not given:
         raise RuntimeError(
-            f"{type(self).__name__} at '{site.name}' routes tokens to experts, but was called without a tensor of "
+            f"{type(self).__name__} at '{site.name}' routes tokens to "
+            "experts, but was called without a tensor of "
             f"floating-point numbers, so how many tokens there are is not known. Pass it one, or "
             f"{leave_out(site.layer.site.name)}."
         )
@@ -405,8 +424,9 @@ def _run(
 
 
 def eager_experts_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of transformers' experts as their own code has it, one by one, while methods act: the other
-    implementations multiply by all weights in one call, where no expert can be distinguished from another."""
+    """The forward of transformers' experts as their own code has it, one by one, while methods act:
+    the other implementations multiply by all weights in one call, where no expert can be
+    distinguished from another."""
     own = inspect.unwrap(base)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Attention that a library computes: Hugging Face's registry, and the functions of flash_attn, torch and xformers."""
+"""Attention that a library computes: Hugging Face's registry, and the functions of flash_attn,
+torch and xformers."""
 
 from __future__ import annotations
 
@@ -399,7 +400,8 @@ def _as_returned(function: Callable[..., Any], given: dict[str, Any], out: Tenso
 # SDPA has no place for (a cap on scores, attention sinks). flex_attention and flash run on
 # CUDA, and nothing here was tried on one: the tests stand in for them.
 
-WANTED = "_attn_implementation_internal"  # of a config of transformers; its property would set those below it too
+# of a config of transformers; its property would set those below it too
+WANTED = "_attn_implementation_internal"
 _ONLY_EAGER = {"softcap", "s_aux"}
 
 
@@ -411,7 +413,8 @@ def is_hidden(implementation: object) -> bool:
 
 
 class LibraryBackend:
-    """The configs of one model that name a hidden back end, and what they name during a training forward."""
+    """The configs of one model that name a hidden back end, and what they name
+    during a training forward."""
 
     def __init__(
         self, configs: Sequence[Any], instead: Sequence[str], layers: Sequence[Layer]
@@ -452,8 +455,8 @@ class LibraryBackend:
         return not flex or not (r.needs_valid or "qkv" in r.stages)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A forward during which the configs name a back end with a hook; they name their own again once no
-        forward needs the other any more."""
+        """A forward during which the configs name a back end with a hook; they name their own again
+        once no forward needs the other any more."""
         if self.under_way == 0:  # not what they named at first: a user may have changed it since
             self.before = [getattr(config, WANTED) for config in self.configs]
         self.under_way += 1
@@ -482,21 +485,25 @@ class LibraryBackend:
     def run_attention(
         self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """The forward of an attention: inside its model's forward, or in a checkpoint's recompute."""
+        """The forward of an attention: inside its model's forward, or in a
+        checkpoint's recompute."""
         if not self.wanted(module):
             return base(module, *args, **kwargs)
         self._check(module, where, (*args, *kwargs.values()))
         return self.run(base, module, *args, **kwargs)
 
     def _check(self, module: nn.Module, where: str, arguments: Sequence[Any]) -> None:
-        """Raise where an attention got masks that another back end prepared, which would be read wrongly."""
+        """Raise where an attention got masks that another back end prepared, which
+        would be read wrongly."""
         foreign = next((type(a).__name__ for a in arguments if type(a).__name__ == "BlockMask"), "")
         alone = not self.under_way and not in_backward()
         if foreign or alone:
             happened = f"got a {foreign}" if foreign else "was called without the model around it"
             raise RuntimeError(
-                f"{type(module).__name__} at '{where}' {happened}, so its masks are those of '{self.before[0]}', a back "
-                "end that regularizers cannot look into. Call the model itself, which prepares the masks of SDPA in "
+                f"{type(module).__name__} at '{where}' {happened}, so its masks "
+                f"are those of '{self.before[0]}', a back "
+                "end that regularizers cannot look into. Call the model "
+                "itself, which prepares the masks of SDPA in "
                 "training, or load it with attn_implementation='sdpa'."
             )
 
@@ -505,7 +512,8 @@ class LibraryBackend:
         pairs = dict.fromkeys(zip(self.before, self.instead, strict=True))
         if self.stays([layer.clones for layer in self.layers]):
             return "; ".join(
-                f"'{a}' stays in training forwards: no method needs a mask by query or the matrix. In a graph of "
+                f"'{a}' stays in training forwards: no method needs a "
+                "mask by query or the matrix. In a graph of "
                 f"torch.compile it runs as '{b}'"
                 for a, b in pairs
             )
@@ -582,7 +590,8 @@ def _collect(config: Any, known: dict[int, Any]) -> None:
 
 
 def _instead(model: nn.Module, config: Any, attentions: Any) -> str:
-    """The entry of the registry that takes everything these attentions hand over and has a socket."""
+    """The entry of the registry that takes everything these attentions hand
+    over and has a socket."""
     classes = {type(m) for m in attentions if vars(m).get("config") is config}
     owners = [
         m
@@ -638,8 +647,10 @@ def hidden_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 # mask of heads, a user's hook on an attention module. So does an attention that is called
 # without its model, whose masks are those of `eager`.
 
-_PLAIN = set(  # what the code of an eager function may name: anything else might be more than SDPA computes
-    "repeat_kv num_key_value_groups head_dim torch nn functional F matmul transpose softmax float32 to type dtype "
+# what the code of an eager function may name: anything else might be more than SDPA computes
+_PLAIN = set(
+    "repeat_kv num_key_value_groups head_dim torch nn functional F matmul "
+    "transpose softmax float32 to type dtype "
     "dropout training contiguous size shape hasattr getattr".split()
 )
 _ARGUMENTS = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
@@ -647,12 +658,14 @@ _NEEDS_MATRIX = ("output_attentions", "head_mask", "decoder_head_mask", "cross_a
 
 
 class EagerBackend(LibraryBackend):
-    """The configs of one model that name `eager`, and `sdpa` during the training forwards that can take it."""
+    """The configs of one model that name `eager`, and `sdpa` during the training
+    forwards that can take it."""
 
     def __init__(self, model: nn.Module, configs: Sequence[Any], layers: Sequence[Layer]) -> None:
         super().__init__(configs, ["sdpa"] * len(configs), layers)
         self.staying = 0  # forwards under way that keep eager
-        self.took_sdpa = False  # whether the last forward of the model did: a checkpoint's recompute must do the same
+        # whether the last forward of the model did: a checkpoint's recompute must do the same
+        self.took_sdpa = False
         self.watched = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
         self.places = {_name(m): _places(m) for m in models_of(model)}
 
@@ -675,7 +688,8 @@ class EagerBackend(LibraryBackend):
     def run_attention(
         self, base: Callable[..., Any], module: nn.Module, where: str, *args: Any, **kwargs: Any
     ) -> Any:
-        """Inside its model the configs have been switched, or not; alone its masks are eager ones."""
+        """Inside its model the configs have been switched, or not; alone its
+        masks are eager ones."""
         alone = not torch.compiler.is_compiling() and not self.under_way and not self.staying
         if alone and self.took_sdpa and in_backward() and self.wanted(module):
             return self.run(base, module, *args, **kwargs)
@@ -684,7 +698,8 @@ class EagerBackend(LibraryBackend):
     def _leave_alone(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether this forward must be left alone: somebody wants more of its attention than the result."""
+        """Whether this forward must be left alone: somebody wants more of its
+        attention than the result."""
         given = [kwargs.get(name) for name in _NEEDS_MATRIX]
         given += [args[i] for i in self.places.get(_name(module), ()) if i < len(args)]
         if any(x is not None and x is not False for x in given):
@@ -697,7 +712,8 @@ class EagerBackend(LibraryBackend):
 
     def describe(self) -> str:
         return (
-            "'eager' runs as 'sdpa' in training forwards; it stays where attention weights are requested, by "
+            "'eager' runs as 'sdpa' in training forwards; it stays "
+            "where attention weights are requested, by "
             "output_attentions=True or a forward hook"
         )
 
@@ -708,7 +724,8 @@ class EagerBackend(LibraryBackend):
 def find_eager(
     model: nn.Module, attentions: Mapping[str, nn.Module], layers: Sequence[Layer]
 ) -> EagerBackend | None:
-    """The switch of a model that was loaded with `eager`, where every attention of it computes what `sdpa` computes."""
+    """The switch of a model that was loaded with `eager`, where every attention of it computes what
+    `sdpa` computes."""
     configs = [config for config in configs_of(model) if getattr(config, WANTED) == "eager"]
     if not any(asked(m) == "eager" for m in attentions.values()):
         return None
@@ -732,7 +749,8 @@ def find_eager(
 
 
 def _same_in_sdpa(cls: type) -> bool:
-    """Whether an attention looks its back end up, and the library's `eager` and `sdpa` do the same for it."""
+    """Whether an attention looks its back end up, and the library's `eager` and
+    `sdpa` do the same for it."""
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType):
         return False

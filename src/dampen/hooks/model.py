@@ -1,4 +1,5 @@
-"""Hooks on the whole model: its forward, its input embedding, its padding, and a loss that cannot be touched."""
+"""Hooks on the whole model: its forward, its input embedding, its padding, and a loss
+that cannot be touched."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def blame(error: BaseException) -> str:
-    """`DropKey.mask at 'blocks.0'` for an error raised inside a stage of a regularizer; empty for any other.
+    """`DropKey.mask at 'blocks.0'` for an error raised inside a stage of a
+    regularizer; empty for any other.
 
     The innermost stage counts: one regularizer may call another.
     """
@@ -76,14 +78,16 @@ _DATA = (
 
 
 TRACED = (
-    "torch.jit.trace cannot record a model in training mode whose regularizers are on: it would keep the choices of "
-    "one step for all others. Call model.eval() first, trace inside `with reg.disable():`, or use torch.compile."
+    "torch.jit.trace cannot record a model in training mode whose "
+    "regularizers are on: it would keep the choices of "
+    "one step for all others. Call model.eval() first, trace inside "
+    "`with reg.disable():`, or use torch.compile."
 )
 
 
 def model_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of the whole model, with the stage inputs open. Penalties wait until they are taken; an error ends
-    the step that they belong to."""
+    """The forward of the whole model, with the stage inputs open. Penalties wait until they are
+    taken; an error ends the step that they belong to."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         doubled = self._dampen_model.doubled
@@ -159,14 +163,17 @@ def apply_inputs(
     if given is not None:
         return args, {**kwargs, name: r.inputs(given)}
     raise RuntimeError(
-        f"{type(r).__name__} acts on the input '{name}' of {type(self).__name__}, but the model was "
-        f"called without it (got {len(args)} positional arguments, keywords {sorted(kwargs)}), so it "
+        f"{type(r).__name__} acts on the input '{name}' of "
+        f"{type(self).__name__}, but the model was "
+        f"called without it (got {len(args)} positional "
+        f"arguments, keywords {sorted(kwargs)}), so it "
         f"would do nothing. Call the model with '{name}', or remove {type(r).__name__}."
     )
 
 
 def model_input(module: nn.Module) -> tuple[str, int]:
-    """Which argument of a model's forward is the data, by the usual names, else the first: its name and position."""
+    """Which argument of a model's forward is the data, by the usual names, else the first: its name
+    and position."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     name = next((n for n in _DATA if n in names), first_argument(module))
     return name, names.index(name) if name in names else 0
@@ -198,7 +205,8 @@ _PATCHES = re.compile(r"(^|\.)(patch_?embed\w*|conv_proj|feature_projection|embe
 
 
 class MaskSite:
-    """What is kept on a module that is called with `attention_mask`: the position of the argument, and the present one."""
+    """What is kept on a module that is called with `attention_mask`: the position of the argument,
+    and the present one."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -209,7 +217,8 @@ class MaskSite:
 
 
 class EmbeddingSite:
-    """What is kept on an embedding: the clones that act on its output, the model's site, and who knows the mask."""
+    """What is kept on an embedding: the clones that act on its output, the model's site, and who
+    knows the mask."""
 
     def __init__(self, clones: list[Regularizer], model: ModelSite, masks: MaskSite | None) -> None:
         self.clones, self.model, self.masks = in_order(clones), model, masks
@@ -241,8 +250,10 @@ def embedding_forward(base: Callable[..., Any]) -> Callable[..., Any]:
         x = first_of(out)
         if x is None:
             raise RuntimeError(
-                f"{type(self).__name__} returned a {type(out).__name__} in which no embeddings were found, so "
-                f"{type(active[0]).__name__} cannot act on them. Return a tensor, or a tuple, a dict or a dataclass."
+                f"{type(self).__name__} returned a "
+                f"{type(out).__name__} in which no embeddings were found, so "
+                f"{type(active[0]).__name__} cannot act on them. Return a "
+                "tensor, or a tuple, a dict or a dataclass."
             )
         refuse_nested(x, f"{type(active[0]).__name__} at the input embedding")
         if is_empty(x):
@@ -260,14 +271,16 @@ def embedding_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fit_mask(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A model's 2-d mask as bool (B, N) for embeddings (B, N, D); None where it is of another shape, or none came."""
+    """A model's 2-d mask as bool (B, N) for embeddings (B, N, D); None where it is of another
+    shape, or none came."""
     if mask is None or mask.ndim != 2 or x.ndim != 3 or mask.shape != x.shape[:2]:
         return None
     return mask != 0
 
 
 def mask_owner(model: nn.Module, name: str) -> tuple[nn.Module, int] | None:
-    """The innermost module around the embedding `name` whose forward takes `attention_mask`, and at which position."""
+    """The innermost module around the embedding `name` whose forward takes `attention_mask`, and at
+    which position."""
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         owner = model.get_submodule(".".join(parts[:end]))
@@ -298,7 +311,8 @@ def open_embeddings(
 
 
 def mask_sites(model: nn.Module, name: str) -> list[MaskSite]:
-    """The modules around `name` whose forward takes `attention_mask`, watched, the innermost first."""
+    """The modules around `name` whose forward takes `attention_mask`,
+    watched, the innermost first."""
     sites = []
     while (found := mask_owner(model, name)) is not None:
         sites.append(_mask_site(*found))
@@ -320,7 +334,8 @@ def _mask_site(owner: nn.Module, position: int) -> MaskSite:
 
 
 def find_embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    """The input embeddings of a model by dotted name: one, or one per side of an encoder-decoder."""
+    """The input embeddings of a model by dotted name: one, or one per side of an
+    encoder-decoder."""
     named = dict(model.named_modules())
     tokens: dict[str, nn.Module] = {
         n: m
@@ -342,9 +357,11 @@ def find_embeddings(model: nn.Module) -> dict[str, nn.Module]:
         first = next(iter(tokens))
         return {first: tokens[first]}
     raise UnsupportedModel(
-        f"{type(model).__name__} has no input embedding that could be found: no get_input_embeddings(), no "
+        f"{type(model).__name__} has no input embedding that could "
+        "be found: no get_input_embeddings(), no "
         "nn.Embedding of tokens, no module named patch_embed. "
-        "Name the module that makes tokens of the input 'patch_embed' or 'embed', or leave the method out."
+        "Name the module that makes tokens of the input "
+        "'patch_embed' or 'embed', or leave the method out."
     )
 
 
@@ -397,14 +414,17 @@ class Padding:
         before = self.unknown.get(_thread())
         if before is not None and not torch.compiler.is_compiling() and not bool(valid.all()):
             raise RuntimeError(
-                f"The layer '{before}' has no attention that reports padding and ran before the first one that does, "
-                "so its penalty counted padded tokens. Call the model with attention_mask=, a 2-d mask, give batches "
+                f"The layer '{before}' has no attention that reports padding "
+                "and ran before the first one that does, "
+                "so its penalty counted padded tokens. Call the model with "
+                "attention_mask=, a 2-d mask, give batches "
                 f"without padding, or {leave_out(before)}."
             )
         self.reported[_thread()] = valid
 
     def of(self, layer: Layer) -> Tensor | None:
-        """The valid tokens (B, N) of a layer that cannot report them itself; None where nothing is padded."""
+        """The valid tokens (B, N) of a layer that cannot report them itself; None
+        where nothing is padded."""
         given = [site for site in self.masks if site.mask is not None]
         for site in given:
             if site.mask is not None and site.mask.ndim == 2:
@@ -454,14 +474,16 @@ def _thread() -> int:
 
 
 class CarrierSite:
-    """What is kept on a model that carries its penalties: the handle, and the number that was given."""
+    """What is kept on a model that carries its penalties: the handle, and the
+    number that was given."""
 
     def __init__(self, reg: Any, scale: float | None) -> None:
         self.reg, self.scale = reg, scale
 
 
 def carrier_forward(base: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model whose output carries the penalties; inside `reg.loss` they are added as usual."""
+    """The forward of a model whose output carries the penalties; inside `reg.loss`
+    they are added as usual."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: CarrierSite = self._dampen_carrier
@@ -494,16 +516,20 @@ class _Ride(torch.autograd.Function):
 def carry(output: Any, penalty: Tensor, scale: float | None, share: Tensor | float = 1.0) -> Any:
     """`output` with the penalty's gradient on its loss, or with a `scale` on its first tensor.
 
-    `share` is what part of the step's items this forward holds, where the model divides its loss by those of all.
+    `share` is what part of the step's items this forward holds, where the model divides
+    its loss by those of all.
     """
     if scale is not None:
         return _replace_first(output, lambda t: _Ride.apply(t, penalty, scale))  # type: ignore[no-untyped-call]
     loss = _loss(output)
     if loss is None:
         raise RuntimeError(
-            f"regularize(..., attach_to_loss=True) lets the penalties ride on the model's own loss, but it returned a "
-            f"{type(output).__name__} without one. Call it with labels; or say how much of the penalties' gradient "
-            "each backward should add, attach_to_loss=1.0 (or 1 / accumulation steps); or add reg.penalty() to "
+            "regularize(..., attach_to_loss=True) lets the penalties ride on "
+            "the model's own loss, but it returned a "
+            f"{type(output).__name__} without one. Call it with labels; or "
+            "say how much of the penalties' gradient "
+            "each backward should add, attach_to_loss=1.0 (or 1 / "
+            "accumulation steps); or add reg.penalty() to "
             "the loss."
         )
     riding = penalty * share
@@ -513,8 +539,9 @@ def carry(output: Any, penalty: Tensor, scale: float | None, share: Tensor | flo
 
 
 def share_of_step(kwargs: Mapping[str, Any], shifts: bool = False) -> Tensor | float:
-    """The part of a step's labels that this forward holds: transformers' models divide by `num_items_in_batch`, the
-    labels of all micro-batches, and their trainer then divides no more."""
+    """The part of a step's labels that this forward holds: transformers' models divide by
+    `num_items_in_batch`, the labels of all micro-batches, and their trainer
+    then divides no more."""
     items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
     if labels is None:
         labels = kwargs.get("labels")
@@ -546,7 +573,8 @@ def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     first = next((t for t in tensors_in(output) if t.requires_grad), None)
     if first is None:
         raise RuntimeError(
-            f"regularize(..., attach_to_loss=NUMBER) needs a tensor with gradient in the model's output, got "
+            "regularize(..., attach_to_loss=NUMBER) needs a tensor "
+            "with gradient in the model's output, got "
             f"{type(output).__name__}."
         )
     new = change(first)
@@ -560,11 +588,13 @@ def _replace_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def run_example(model: nn.Module, example: Any) -> None:
-    """One training forward without gradient. The model, its buffers and the random numbers are left as they were.
+    """One training forward without gradient. The model, its buffers and the random
+    numbers are left as they were.
 
     Args:
         model: a regularized model.
-        example: what the model is called with: a tensor, a tuple of arguments or a mapping of keywords.
+        example: what the model is called with: a tensor, a tuple of arguments
+            or a mapping of keywords.
     """
     args, kwargs = _arguments(example)
     with _as_it_was(model), torch.random.fork_rng(), torch.no_grad():
@@ -580,7 +610,8 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, tuple | list):
         return tuple(example), {}
     raise TypeError(
-        f"regularize(example=...) is what the model is called with: a tensor, a tuple of arguments or a dict of "
+        "regularize(example=...) is what the model is called with: a "
+        "tensor, a tuple of arguments or a dict of "
         f"keywords, got {type(example).__name__}."
     )
 

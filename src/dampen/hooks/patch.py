@@ -1,8 +1,8 @@
 """Put regularizers into a live model, and take them off again.
 
-`attach` opens the sites that the methods need, `swap` gives a module another forward, `remove` restores the model. A
-swapped class keeps its name, its signature and its place under `isinstance`, so that state_dict keys,
-`save_pretrained` and code that inspects `forward` see the model they know.
+`attach` opens the sites that the methods need, `swap` gives a module another forward, `remove`
+restores the model. A swapped class keeps its name, its signature and its place under `isinstance`,
+so that state_dict keys, `save_pretrained` and code that inspects `forward` see the model they know.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class InstanceForward(NamedTuple):
 
 
 def own_forward(module: nn.Module) -> InstanceForward | None:
-    """The forward that a module has as an instance attribute, if any; below Accelerate's hook, if there is one."""
+    """The forward that a module has as an instance attribute, if any; below Accelerate's hook, if
+    there is one."""
     own = vars(module)
     if "forward" not in own:
         return None
@@ -155,7 +156,8 @@ def check_own_forward(module: nn.Module, name: str) -> None:
 
 
 def _is_of_the_class(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether an instance attribute is the class's own forward, bound (what Accelerate leaves behind)."""
+    """Whether an instance attribute is the class's own forward, bound (what
+    Accelerate leaves behind)."""
     return (
         isinstance(forward, MethodType)
         and forward.__self__ is module
@@ -210,8 +212,9 @@ def swap(module: nn.Module, kind: str, state: object) -> None:
 
 def _push(module: nn.Module, kind: str, state: object) -> None:
     setattr(module, f"_dampen_{kind}", state)
-    # A wrapper would rename the keys of state_dict, a hook cannot stand in for what happens inside the forward, and a
-    # forward set on the instance is copied by deepcopy still bound to the old module: a class has none of these faults
+    # A wrapper would rename the keys of state_dict, a hook cannot stand in for what happens inside
+    # the forward, and a forward set on the instance is copied by deepcopy still bound to the old
+    # module: a class has none of these faults
     module.__class__ = _swapped(type(module), kind)
 
 
@@ -226,7 +229,8 @@ def unswap(module: nn.Module) -> None:
 
 
 def pop(module: nn.Module, kind: str) -> None:
-    """Take back the last swap of `module`, if it is of this kind; another on top (FSDP2) stays, and so does ours."""
+    """Take back the last swap of `module`, if it is of this kind; another on top (FSDP2) stays, and
+    so does ours."""
     if vars(type(module)).get("_dampen_kind") == kind:
         module.__class__ = type(module)._dampen_base  # type: ignore[attr-defined]
         delattr(module, f"_dampen_{kind}")
@@ -307,7 +311,8 @@ def check_model(model: Any) -> None:
             )
         if isinstance(module, DistributedDataParallel | DataParallel):
             raise ValueError(
-                f"{where} is wrapped in {type(module).__name__} already. Regularize first, then wrap: "
+                f"{where} is wrapped in "
+                f"{type(module).__name__} already. Regularize first, then wrap: "
                 f"{type(module).__name__}(model)."
             )
         if any(
@@ -331,8 +336,8 @@ def attach(
     projections: Mapping[str, str] | None,
     depth: str = "stack",
 ) -> tuple[list[Layer], list[Regularizer], SharedBlocks]:
-    """Clone the methods into every chosen layer and open the sites that they need. Nothing is changed if anything is
-    wrong."""
+    """Clone the methods into every chosen layer and open the sites that they need. Nothing is
+    changed if anything is wrong."""
     _check_methods(methods)
     methods = [_inspected(m, model) for m in methods]
     plans = find_layers(model, sites, attention, projections, whole_stacks=True)
@@ -385,8 +390,8 @@ def attach(
 
 
 def _switch_library(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
-    """Where a library computes attention behind a back end without a socket, or by itself although it has a better one,
-    switch it in training forwards."""
+    """Where a library computes attention behind a back end without a socket, or by itself although
+    it has a better one, switch it in training forwards."""
     attentions = {name: m for plan in plans for name, m in plan.attentions.items()}
     backend = find_backend(model, attentions, layers) or find_eager(model, attentions, layers)
     if backend is None:
@@ -404,11 +409,13 @@ def _check_methods(methods: Sequence[Any]) -> None:
         if isinstance(m, type) and issubclass(m, Regularizer):
             example = ", ".join(f"{k}={v}" for k, v in m.example.items())
             raise TypeError(
-                f"regularize takes regularizers, got the class {m.__name__}. Write {m.__name__}({example})."
+                "regularize takes regularizers, got the class "
+                f"{m.__name__}. Write {m.__name__}({example})."
             )
         if not isinstance(m, Regularizer):
             raise TypeError(
-                f"regularize takes regularizers such as DropKey(0.1), got {m!r} of type {type(m).__name__}."
+                "regularize takes regularizers such as "
+                f"DropKey(0.1), got {m!r} of type {type(m).__name__}."
             )
         if not m.stages:
             raise ValueError(f"{type(m).__name__} overrides no stage, so it would do nothing.")
@@ -423,8 +430,8 @@ def _check_methods(methods: Sequence[Any]) -> None:
 def _check_zeros(
     methods: Sequence[Regularizer], clones: Sequence[Regularizer], layers: int
 ) -> None:
-    """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a model of one layer. A
-    method that was requested at 0 is a baseline, and `print(reg)` says so."""
+    """Raise where a schedule over depth leaves nothing of a method, as DropPath's default in a
+    model of one layer. A method that was requested at 0 is a baseline, and `print(reg)` says so."""
     for m in methods:
         placed = [c for c in clones if c.name == m.name]
         meant = [
@@ -435,9 +442,12 @@ def _check_zeros(
         if placed and meant and all(c.idle_forever for c in placed):
             deepest = max(c.site.depth for c in placed if c.site is not None)
             raise ValueError(
-                f"{type(m).__name__}({meant[0]}={m.schedules[meant[0]]}) would do nothing: on the {layers} layer(s) "
-                f"chosen, whose depths run from 0 to {deepest:.3g}, it is 0 for the whole of training. "
-                f"Give a number, as in {type(m).__name__}({meant[0]}=0.1), or a list with one value per layer."
+                f"{type(m).__name__}({meant[0]}={m.schedules[meant[0]]}) "
+                f"would do nothing: on the {layers} layer(s) "
+                "chosen, whose depths run from 0 to "
+                f"{deepest:.3g}, it is 0 for the whole of training. "
+                "Give a number, as in "
+                f"{type(m).__name__}({meant[0]}=0.1), or a list with one value per layer."
             )
 
 
@@ -465,14 +475,16 @@ def _check_passes(
             f"{drawing[0]} never drops anything" if drawing else "no stochastic method was given"
         )
         raise ValueError(
-            f"{name} compares {comparing[0].passes} passes, but nothing is random in them: {beside} and "
+            f"{name} compares {comparing[0].passes} passes, but "
+            f"nothing is random in them: {beside} and "
             f"{type(model).__name__} has no dropout, so it would always be zero. Add one: "
             f"regularize(model, [DropKey(0.1), {name}(...)])."
         )
 
 
 def _readable_adapters(model: nn.Module) -> set[int]:
-    """The maps whose low-rank adapters can be read (peft's), by the ids of the two modules of each."""
+    """The maps whose low-rank adapters can be read (peft's), by the ids of
+    the two modules of each."""
     layers = [m for m in model.modules() if is_lora(m)]
     return {id(part) for m in layers for parts in (m.lora_A, m.lora_B) for part in parts.modules()}  # type: ignore[union-attr]
 
@@ -485,12 +497,15 @@ def _check_plans(
         suitable = [plan for plan in plans if plan.reached(method)] or plans
         if "attention" in parts_of(method) and not any(plan.has_softmax for plan in plans):
             raise UnsupportedModel(
-                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
-                f"('{plans[0].name}') has no softmax over tokens (it is of channels, linear or deformable)."
+                f"{type(method).__name__} finds nothing to act "
+                "on: the attention of every layer chosen "
+                f"('{plans[0].name}') has no softmax over tokens "
+                "(it is of channels, linear or deformable)."
             )
         if parts_of(method) == {"blocks"} and all(plan.pools for plan in plans):
             raise UnsupportedModel(
-                f"{type(method).__name__} finds nothing to act on: the attention of every layer chosen "
+                f"{type(method).__name__} finds nothing to act "
+                "on: the attention of every layer chosen "
                 f"('{plans[0].name}') only pools tokens, without a residual."
             )
         for plan in suitable:
@@ -511,14 +526,16 @@ def _check_plans(
             ):  # nor a feed-forward in a layer that has none, if others have
                 roles |= FEED_FORWARD & found
             method.check_layer(roles, plan.name)
-            # of a layer that is no module, the branches can be seen, but not what goes in and comes out
+            # of a layer that is no module, the branches can be seen, but not
+            # what goes in and comes out
             needed = sorted(
                 method.stages
                 & (set(BLOCK_STAGES) - {"branch"} if plan.elements else set(BLOCK_STAGES))
             )
             if needed and plan.block is None:
                 raise ValueError(
-                    f"{type(method).__name__} acts on whole blocks (stage {', '.join(needed)}), but around the "
+                    f"{type(method).__name__} acts on whole blocks "
+                    f"(stage {', '.join(needed)}), but around the "
                     f"attention '{next(iter(plan.attentions))}' no module is the block. "
                     "Put attention and feed-forward of one layer into one module."
                 )
@@ -563,14 +580,16 @@ def _clone(method: Regularizer, site: Site) -> Regularizer:
 
 
 def _check_modules(plan: LayerPlan, layer: Layer) -> None:
-    """Raise where a module of the layer cannot be opened although the code of the model does not show it."""
+    """Raise where a module of the layer cannot be opened although the code of the
+    model does not show it."""
     for name, linear in _wanted_linears(plan, layer).items():
         check_own_forward(linear.module, name)
         weight = weight_of(linear.module)
         if not weight.is_floating_point():
             readers = [c for c in layer.clones if c.roles & {linear.role, linear.side}]
             raise ValueError(
-                f"'{name}' ({type(linear.module).__name__}) keeps its weight as {weight.dtype} (a quantized load), "
+                f"'{name}' ({type(linear.module).__name__}) keeps its "
+                f"weight as {weight.dtype} (a quantized load), "
                 "which is not the matrix that it multiplies with, and "
                 f"{', '.join(type(c).__name__ for c in readers)} would read it as one. "
                 f"Load the model without quantization, or {leave_out(plan.name)}."
@@ -586,8 +605,10 @@ def _check_modules(plan: LayerPlan, layer: Layer) -> None:
             and shows_no_softmax(module)
         ):
             raise UnsupportedModel(
-                f"{type(looking[0]).__name__} acts inside softmax attention, but the code of {type(module).__name__} "
-                f"at '{name}' has no softmax and calls no attention of torch (is it linear attention?). "
+                f"{type(looking[0]).__name__} acts inside softmax attention, "
+                f"but the code of {type(module).__name__} "
+                f"at '{name}' has no softmax and calls no "
+                "attention of torch (is it linear attention?). "
                 f"If so, {leave_out(name)}."
             )
 
@@ -665,7 +686,8 @@ def _open_experts(plan: LayerPlan, layer: Layer) -> None:
 
 
 def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> None:
-    """Follow the modules that run layers which are no modules, where a method acts on their branches."""
+    """Follow the modules that run layers which are no modules, where a method
+    acts on their branches."""
     owners: dict[str, OwnerSite] = {}
     for plan, layer in zip(plans, layers, strict=True):
         if not plan.elements or not any("branch" in c.stages for c in layer.clones):
@@ -684,8 +706,8 @@ def _open_owners(model: nn.Module, plans: Sequence[LayerPlan], layers: Sequence[
 
 
 def remove(model: nn.Module) -> None:
-    """Take every regularizer off `model`, which is then exactly what it was: for a deepcopy or a loaded file, whose
-    handle is gone. Where the handle is at hand, `reg.remove()` does the same.
+    """Take every regularizer off `model`, which is then exactly what it was: for a deepcopy or a
+    loaded file, whose handle is gone. Where the handle is at hand, `reg.remove()` does the same.
 
     Args:
         model: a regularized model.
@@ -707,7 +729,8 @@ def remove(model: nn.Module) -> None:
     swapped = {name: module for name, module in model.named_modules() if is_swapped(module)}
     if not swapped:
         raise ValueError(
-            f"{type(model).__name__} carries no regularizers: it was never regularized, or they were removed already."
+            f"{type(model).__name__} carries no regularizers: it was never "
+            "regularized, or they were removed already."
         )
     covered = [
         name or "(the model itself)" for name, module in swapped.items() if is_covered(module)
@@ -716,15 +739,18 @@ def remove(model: nn.Module) -> None:
         more = f" and {len(covered) - 1} more" if len(covered) > 1 else ""
         raise RuntimeError(
             f"remove() after fully_shard (FSDP2) would strip FSDP's class from {covered[0]}{more}. "
-            "Nothing was changed. Remove before sharding, or save the state_dict, whose keys are the plain model's, "
+            "Nothing was changed. Remove before sharding, or save the "
+            "state_dict, whose keys are the plain model's, "
             "and load it into a plain model."
         )
     for module in swapped.values():
         site = vars(module).get("_dampen_model")
         if isinstance(site, ModelSite) and not (site.enabled and not site.sampling):
             raise RuntimeError(
-                f"remove() inside {'reg.mc_mode()' if site.enabled else 'reg.disable()'}, which would have nothing "
-                "left to restore at its end. Nothing was changed. Leave the with block first, then remove."
+                "remove() inside "
+                f"{'reg.mc_mode()' if site.enabled else 'reg.disable()'}, which would have nothing "
+                "left to restore at its end. Nothing was changed. "
+                "Leave the with block first, then remove."
             )
     for module in list(model.modules()):
         site = vars(module).get("_dampen_model")

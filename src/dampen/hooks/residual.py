@@ -1,24 +1,27 @@
 """Residual branches, found in any block by following the data.
 
-While a block runs, each of its tensors is known as *clean* (computed from the block's input without any map: a norm,
-a reshape, the input itself, a sum of the residual stream) or by the sublayers whose maps it went through. An addition
-of a clean tensor and one that came through a sublayer is a residual addition, the second operand is the branch, with
-whatever the block has put in it (LayerScale, DropPath, dropout, a post-norm), and the sum is clean again. So pre-norm,
-post-norm, sandwich, parallel and decoder blocks of any library are read without an adapter of their own.
+While a block runs, each of its tensors is known as *clean* (computed from the block's input without
+any map: a norm, a reshape, the input itself, a sum of the residual stream) or by the sublayers
+whose maps it went through. An addition of a clean tensor and one that came through a sublayer is a
+residual addition, the second operand is the branch, with whatever the block has put in it
+(LayerScale, DropPath, dropout, a post-norm), and the sum is clean again. So pre-norm, post-norm,
+sandwich, parallel and decoder blocks of any library are read without an adapter of their own.
 
-Where both operands came through a map, two forms are read as well. *A projected shortcut*: one operand is the stream
-after a single map and nothing else but norms and pooling, and it is not as large as the stream was, so that the stream
-itself could not have been added (MViT, Hiera, ResNet-like blocks). *A stream that was remade*: the other operand was
-computed from this one, x + f(x), where x is the stream after a single map (TinyViT's convolution, NextViT) or after an
-attention that changed its size (LeViT's downsampling); there is no residual around that map, so nothing to drop.
+Where both operands came through a map, two forms are read as well. *A projected shortcut*: one
+operand is the stream after a single map and nothing else but norms and pooling, and it is not as
+large as the stream was, so that the stream itself could not have been added (MViT, Hiera,
+ResNet-like blocks). *A stream that was remade*: the other operand was computed from this one, x +
+f(x), where x is the stream after a single map (TinyViT's convolution, NextViT) or after an
+attention that changed its size (LeViT's downsampling); there is no residual around that map, so
+nothing to drop.
 
-In the end every sublayer that ran must have been added and the block's output must be clean; a block that adds in some
-other way raises.
+In the end every sublayer that ran must have been added and the block's output must be clean; a
+block that adds in some other way raises.
 
-To follow every tensor costs more than the methods that use it. So what a forward did is remembered: its torch
-functions in their order, and where the operands of each residual addition came from, by whatever rule it was found.
-While the next forward calls the same functions, it is only compared with that; where it departs, it is followed from
-its start after all.
+To follow every tensor costs more than the methods that use it. So what a forward did is remembered:
+its torch functions in their order, and where the operands of each residual addition came from, by
+whatever rule it was found. While the next forward calls the same functions, it is only compared
+with that; where it departs, it is followed from its start after all.
 """
 
 from __future__ import annotations
@@ -48,12 +51,16 @@ if TYPE_CHECKING:
 # function of which others.
 
 MAPS = set(
-    "linear addmm matmul __matmul__ bmm mm baddbmm einsum conv1d conv2d conv3d _grouped_mm grouped_mm".split()
+    "linear addmm matmul __matmul__ bmm mm baddbmm einsum "
+    "conv1d conv2d conv3d _grouped_mm grouped_mm".split()
 )
 _AFFINE = MAPS | set(
-    "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d max_pool2d max_pool1d adaptive_avg_pool2d "
-    "adaptive_max_pool2d amax mean view reshape reshape_as permute transpose movedim flatten unflatten contiguous "
-    "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul __mul__ interpolate boolean_dispatch leave".split()
+    "layer_norm batch_norm group_norm rms_norm avg_pool2d avg_pool1d "
+    "max_pool2d max_pool1d adaptive_avg_pool2d "
+    "adaptive_max_pool2d amax mean view reshape reshape_as permute "
+    "transpose movedim flatten unflatten contiguous "
+    "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul "
+    "__mul__ interpolate boolean_dispatch leave".split()
 )
 CLEAN: frozenset[str] = frozenset()
 
@@ -107,11 +114,13 @@ class Origins:
                     self.places[id(value)] = len(self.tensors) - 1
 
     def is_single_map(self, place: int) -> bool:
-        """Whether a tensor is the stream after one linear map, and norms, pooling and reshaping alone."""
+        """Whether a tensor is the stream after one linear map, and norms,
+        pooling and reshaping alone."""
         return self._count_maps(place, _AFFINE) == 1
 
     def map_behind(self, place: int) -> int:
-        """What the last linear map before a tensor gave, or the tensor itself where there is none."""
+        """What the last linear map before a tensor gave, or the tensor
+        itself where there is none."""
         todo = [place]
         while todo:
             here = todo.pop()
@@ -121,15 +130,16 @@ class Origins:
         return place
 
     def is_beside_a_map(self, place: int) -> bool:
-        """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a row with nothing
-        between them but dropout (LoRA)."""
+        """Whether a tensor is a part of a linear map rather than a sublayer: a map, or several in a
+        row with nothing between them but dropout (LoRA)."""
         maps = self._count_maps(place, _AFFINE | {"dropout"})
         return maps == 1 or (
             maps is not None and not any(x.startswith("attention") for x in self.labels[place])
         )
 
     def _count_maps(self, place: int, allowed: frozenset[str] | set[str]) -> int | None:
-        """How many linear maps lie between the stream and a tensor; None where anything does that is not allowed."""
+        """How many linear maps lie between the stream and a tensor; None where anything does that
+        is not allowed."""
         maps, seen, todo = 0, {place}, [place]
         while todo:
             name, read = self.makers[todo.pop()]
@@ -142,7 +152,8 @@ class Origins:
         return maps
 
     def comes_from(self, place: int, start: int, mapped: bool = False) -> bool:
-        """Whether a tensor was computed from another one, through at least one map (or any way: `mapped`)."""
+        """Whether a tensor was computed from another one, through at least one map
+        (or any way: `mapped`)."""
         todo: list[tuple[int, bool]] = [(place, mapped)]
         seen: set[tuple[int, bool]] = set()
         while todo:
@@ -202,14 +213,16 @@ class Addition(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What one forward of a block did, call by call; an attention module that ends is a call of None."""
+    """What one forward of a block did, call by call; an attention module that
+    ends is a call of None."""
 
     functions: tuple[Any, ...]
     additions: dict[
         int, Addition | None
     ]  # by the number of the call; None: an attention, which reports its layout
     result: int  # the call that gave the block's output
-    by_operator: bool  # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
+    # whether all that is done with the stream is `stream + branch`: then see `StreamSocket`
+    by_operator: bool
     roles: tuple[str, ...]  # of the branches, in their order
     attended: tuple[int, ...]  # how many attention modules had run before each
     apart: (
@@ -222,8 +235,8 @@ class Memory(NamedTuple):
 
 
 Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any, int, Found | None]
-"""A call: function, arguments, what came out, attentions it ran in, and what is known of it where it is a residual
-addition."""
+"""A call: function, arguments, what came out, attentions it ran in, and what is known of it where
+it is a residual addition."""
 
 
 def remember(
@@ -291,8 +304,8 @@ RESHAPES = (Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten)
 def _by_operator(
     roots: Sequence[Tensor], log: Sequence[Entry], additions: dict[int, Addition | None]
 ) -> bool:
-    """Whether every sum is `stream + branch` by the operator, on the block's input or the sum before, whatever shape
-    it was given since, and nothing else is ever added to the stream."""
+    """Whether every sum is `stream + branch` by the operator, on the block's input or the sum
+    before, whatever shape it was given since, and nothing else is ever added to the stream."""
     x = roots[0]
     if x.ndim < 3 or (x.ndim == 3 and x.shape[0] == x.shape[1]):
         return False
@@ -356,7 +369,8 @@ def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 class ResidualSocket(TorchFunctionMode):
-    """Shows each residual branch of one block's forward to the regularizers, just before it is added."""
+    """Shows each residual branch of one block's forward to the regularizers,
+    just before it is added."""
 
     def __init__(
         self,
@@ -440,7 +454,8 @@ class ResidualSocket(TorchFunctionMode):
         return out
 
     def leave_attention_out(self) -> bool:
-        """Close this mode while an attention module runs that is one call; `come_back` opens it again."""
+        """Close this mode while an attention module runs that is one call;
+        `come_back` opens it again."""
         closed = self.memory is not None and self.memory.closed
         return closed and self.step_aside()
 
@@ -456,7 +471,8 @@ class ResidualSocket(TorchFunctionMode):
         enter_function_mode(self)
 
     def saw(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """A function of the block that dampen has run in its place, with whatever methods do there, as one call."""
+        """A function of the block that dampen has run in its place, with whatever methods do there,
+        as one call."""
         if self.memory is not None:
             number, memory = len(self.log), self.memory
             if memory.closed and self.frame.inside:
@@ -469,7 +485,8 @@ class ResidualSocket(TorchFunctionMode):
         if self.memory is None:
             self._note(func, args, {}, out)
 
-    # --- a forward that is followed -----------------------------------------------------------------------------------
+    # --- a forward that is
+    # followed -----------------------------------------------------------------------------------
 
     def _find(self, args: tuple[Any, ...]) -> Found | None:
         """What the sum of two tensors is, where it is one of the stream and a branch."""
@@ -484,7 +501,8 @@ class ResidualSocket(TorchFunctionMode):
         return None
 
     def _remade(self, residual: Tensor, branch: Tensor, branch_first: bool) -> Found | None:
-        """The addition, where `residual` is a projected shortcut or the stream remade; None: neither."""
+        """The addition, where `residual` is a projected shortcut or the stream
+        remade; None: neither."""
         known = self.origins
         made, other = known.place(residual), known.place(branch)
         if made is None or other is None:
@@ -532,7 +550,8 @@ class ResidualSocket(TorchFunctionMode):
                 labels = self._label(whole)
             self.origins.put(out, labels, name, read)
 
-    # --- a forward like the last one ----------------------------------------------------------------------------------
+    # --- a forward like the last
+    # one ----------------------------------------------------------------------------------
 
     def _made(self, number: int) -> Any:
         """What the call with this number gave; the block's inputs are counted from -1 downwards."""
@@ -542,14 +561,16 @@ class ResidualSocket(TorchFunctionMode):
         return first_of(out) if func is None else out
 
     def _is_as_large(self, found: Found, args: tuple[Any, ...]) -> bool:
-        """Whether a shortcut has changed its size as before, where that was a reason to take it for one."""
+        """Whether a shortcut has changed its size as before, where that was a
+        reason to take it for one."""
         residual: Tensor = args[1] if found.branch_first else args[0]
         return (
             found.resized is None or (residual.numel() != self._stream().numel()) == found.resized
         )
 
     def _follow(self) -> None:
-        """From now on follow the tensors, and do so for the calls that were only compared until here."""
+        """From now on follow the tensors, and do so for the calls that were
+        only compared until here."""
         if self.memory is None:
             return
         self.memory = None
@@ -569,8 +590,8 @@ class ResidualSocket(TorchFunctionMode):
         self.frame.inside = inside
 
     def leave(self, out: Any) -> None:
-        """An attention module has run: its output came through it, unless it has added its residual itself
-        (ALBERT)."""
+        """An attention module has run: its output came through it, unless it has added its residual
+        itself (ALBERT)."""
         number = len(self.log)
         if (
             self.memory is not None
@@ -634,7 +655,8 @@ class ResidualSocket(TorchFunctionMode):
         self.removed = self.removed or not call.skip
         if self.removed and self.found and not self.read:
             raise RuntimeError(
-                f"The block at '{self.layer.site.name}' adds {self.found[-1]} and {role} to the same input, side by "
+                f"The block at '{self.layer.site.name}' adds "
+                f"{self.found[-1]} and {role} to the same input, side by "
                 "side: one skip goes around both, and to take it from one would lose the other. "
                 f"To continue, {leave_out(self.layer.site.name)}."
             )
@@ -654,20 +676,25 @@ class ResidualSocket(TorchFunctionMode):
         self.last, self.read = out, False
 
     def _flattened(self, branch: Tensor) -> tuple[int, int] | None:
-        """Batch and tokens of a branch that the block has flattened (OPT), or None; an error where samples are lost."""
+        """Batch and tokens of a branch that the block has flattened (OPT), or None; an error where
+        samples are lost."""
         x = self.root
         if branch.ndim == 2 and x.ndim == 3 and branch.shape[0] == x.shape[0] * x.shape[1]:
             return x.shape[0], x.shape[1]
         if branch.shape[0] != x.shape[0]:
             raise RuntimeError(
-                f"The block at '{self.layer.site.name}' got {tuple(x.shape)} and adds a branch of shape "
-                f"{tuple(branch.shape)}, whose first axis is not its samples (windows?), so that methods that draw per "
-                f"sample would draw for something else. To continue, {leave_out(self.layer.site.name)}."
+                f"The block at '{self.layer.site.name}' got "
+                f"{tuple(x.shape)} and adds a branch of shape "
+                f"{tuple(branch.shape)}, whose first axis is not its samples "
+                "(windows?), so that methods that draw per "
+                "sample would draw for something else. To "
+                f"continue, {leave_out(self.layer.site.name)}."
             )
         return None
 
     def check(self, block: nn.Module, expected: int, out: Any) -> None:
-        """Raise where a sublayer that ran was not added, or the block returns something else than the stream."""
+        """Raise where a sublayer that ran was not added, or the block returns something
+        else than the stream."""
         first = first_of(out)
         if self.memory is not None:
             if len(self.log) == len(self.memory.functions) and first is self._made(
@@ -680,7 +707,8 @@ class ResidualSocket(TorchFunctionMode):
         attended = {f"{kind} {i + 1}" for i in range(self.frame.attended)}
         missing = sorted(attended - self.covered)
         wants_ffn = expected > len(self.layer.attentions)
-        # without attention one branch may hold all of the block (ConvNeXt's convolution and feed-forward)
+        # without attention one branch may hold all of the block (ConvNeXt's
+        # convolution and feed-forward)
         if (
             wants_ffn
             and self.layer.attentions
@@ -705,7 +733,8 @@ class ResidualSocket(TorchFunctionMode):
             f"{', '.join(missing)} not among them" if missing else "and its output is not their sum"
         )
         raise RuntimeError(
-            f"{type(block).__name__} at '{self.layer.site.name}': found {len(self.found)} residual additions "
+            f"{type(block).__name__} at '{self.layer.site.name}': "
+            f"found {len(self.found)} residual additions "
             f"({', '.join(self.found) or 'none'}), {why}, so {names} cannot act on its branches. "
             "Write the block as x = x + branch(x) (or norm(x + branch(x))) per sublayer, or "
             f"{leave_out(self.layer.site.name)}."
@@ -811,9 +840,12 @@ class OwnerSocket(ResidualSocket):
                 missing.append(f"the feed-forward of '{layer.site.name}'")
         if missing:
             raise RuntimeError(
-                f"{type(self.frame.block).__name__} at '{self.site.name}' runs its layers itself, and not every branch "
-                f"was seen to be added to the residual stream ({', '.join(missing)} not), so {names} cannot act on "
-                f"its branches. Write them as x = x + branch(x), or {leave_out(self.site.layers[0][0].site.name)}."
+                f"{type(self.frame.block).__name__} at '{self.site.name}' runs "
+                "its layers itself, and not every branch "
+                "was seen to be added to the residual stream "
+                f"({', '.join(missing)} not), so {names} cannot act on "
+                "its branches. Write them as x = x + branch(x), or "
+                f"{leave_out(self.site.layers[0][0].site.name)}."
             )
 
 
@@ -879,8 +911,10 @@ def part_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 socket.running -= 1
         if any("branch" in r.stages for r in site.layer.active(self)):
             raise RuntimeError(
-                f"A part of the layer '{site.layer.site.name}' ran outside the forward of '{site.owner}', which holds "
-                f"it, so its residual branches cannot be seen. Call that, or {leave_out(site.layer.site.name)}."
+                f"A part of the layer '{site.layer.site.name}' ran outside "
+                f"the forward of '{site.owner}', which holds "
+                "it, so its residual branches cannot be seen. Call "
+                f"that, or {leave_out(site.layer.site.name)}."
             )
         return base(self, *args, **kwargs)
 
@@ -888,7 +922,8 @@ def part_forward(base: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def owner_of(model: nn.Module, name: str) -> str:
-    """The module whose forward runs the parts of the layer `name`: the closest one around them that has a forward."""
+    """The module whose forward runs the parts of the layer `name`: the closest one around them that
+    has a forward."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         above = ".".join(parts[:end])

@@ -1,5 +1,5 @@
-"""`nn.MultiheadAttention` and F.multi_head_attention_forward: their attention call is out of reach inside the latter,
-so it is written out here."""
+"""`nn.MultiheadAttention` and F.multi_head_attention_forward: their attention call is out of reach
+inside the latter, so it is written out here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def mha_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of `nn.MultiheadAttention` with the stages open: same arguments, same results when no regularizer
-    acts."""
+    """The forward of `nn.MultiheadAttention` with the stages open: same arguments, same results
+    when no regularizer acts."""
 
     def project(role: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         linear = LinearCall(role, x, weight, bias, self, site.layer.site, frame.valid)
@@ -41,7 +41,8 @@ def mha_forward(
 
 
 class MultiHead(Protocol):
-    """What the function of torch is given beside queries, keys and values, by the names of its module."""
+    """What the function of torch is given beside queries, keys and values, by
+    the names of its module."""
 
     num_heads: int
     in_proj_weight: Tensor | None
@@ -89,12 +90,14 @@ def functional_mha(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """F.multi_head_attention_forward, called by a module of another library (CLIP's pooling, WavLM), with the stages
-    open. Its tensors are (tokens, batch, channels)."""
+    """F.multi_head_attention_forward, called by a module of another library (CLIP's pooling,
+    WavLM), with the stages open. Its tensors are (tokens, batch, channels)."""
     if static_k is not None or static_v is not None:
         raise RuntimeError(
-            f"{type(call.module).__name__} gives F.multi_head_attention_forward keys or values that are made already "
-            "(static_k, static_v), which regularizers cannot act on. Call F.scaled_dot_product_attention there."
+            f"{type(call.module).__name__} gives "
+            "F.multi_head_attention_forward keys or values that are made already "
+            "(static_k, static_v), which regularizers cannot act on. "
+            "Call F.scaled_dot_product_attention there."
         )
     given: Any = SimpleNamespace(
         num_heads=num_heads, in_proj_weight=None if use_separate_proj_weight else in_proj_weight,
@@ -127,7 +130,8 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Both of them: projections, heads, masks in one convention, attention, and the output projection."""
+    """Both of them: projections, heads, masks in one convention, attention, and
+    the output projection."""
     batched = query.dim() == 3
     call.cross = call.cross or (key is not query and key.shape != query.shape)
     if not batched:
@@ -155,7 +159,8 @@ def _forward(
         k, v = (torch.cat([t, t.new_zeros(*t.shape[:2], 1, t.shape[3])], dim=2) for t in (k, v))
         mask = _one_more_key(mask)
 
-    # is_causal is a hint that attn_mask is causal; with padding merged in, the mask itself is what counts
+    # is_causal is a hint that attn_mask is causal; with padding merged in, the
+    # mask itself is what counts
     causal = (
         is_causal and not need_weights and key_padding_mask is None and q.shape[2] == k.shape[2]
     )
@@ -190,7 +195,8 @@ def _biases(self: MultiHead) -> tuple[Tensor | None, Tensor | None, Tensor | Non
 def _merge(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks in SDPA's convention: bool (True may be seen) where both are bool, else added to the scores."""
+    """Both masks in SDPA's convention: bool (True may be seen) where both are bool,
+    else added to the scores."""
     if attn_mask is not None:
         attn_mask = (
             attn_mask.unflatten(0, (batch, heads))

@@ -1,4 +1,5 @@
-"""Methods that act on weights: around optimizer steps, other weights for a while, the start of a fine-tuning."""
+"""Methods that act on weights: around optimizer steps, other weights for a while, the start of a
+fine-tuning."""
 
 from __future__ import annotations
 
@@ -188,7 +189,8 @@ def carrying(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() while {type(model).__name__} carries other weights: the step would "
+                f"{type(optimizer).__name__}.step() while "
+                f"{type(model).__name__} carries other weights: the step would "
                 "be undone where the block ends. Leave the block first."
             )
 

@@ -172,7 +172,8 @@ def require(found: Tensor | None, pl_module: nn.Module) -> Tensor:
             f"two passes are compared by the model's logits, but the calls of the regularized "
             "model in "
             f"{type(pl_module).__name__}.training_step gave none. Let it return a tensor or an "
-            "object with .logits, or say where they are: Regularize(reg, logits=lambda out: out['scores'])."
+            "object with .logits, or say where they are: "
+            "Regularize(reg, logits=lambda out: out['scores'])."
         )
     return found
 

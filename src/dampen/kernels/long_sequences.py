@@ -1,4 +1,5 @@
-"""Long sequences: masks by blocks of queries on any device, FlexAttention on request, and how much a GPU may hold."""
+"""Long sequences: masks by blocks of queries on any device, FlexAttention on request, and how much
+a GPU may hold."""
 
 from __future__ import annotations
 

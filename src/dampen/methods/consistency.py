@@ -27,8 +27,8 @@ class Consistency(Regularizer):
     sigma, LayerDrop, DropConnect) or batch norm's statistics. Else two forwards run; `print(reg)`
     says which and why. The task loss is the mean over both passes. Needs `reg.loss`.
 
-    With more than two `passes` the divergence is the mean over all pairs i < j of passes, and a step
-    costs as many forwards.
+    With more than two `passes` the divergence is the mean over all pairs i < j of passes, and a
+    step costs as many forwards.
 
     Args:
         weight: lambda.

@@ -85,9 +85,9 @@ class FeedForwardDropout(Regularizer):
     Dropout (arXiv 2604.20505).
 
     y = W (m * x) / (1 - p) + b, m ~ Bernoulli(1 - p), on both layers of the feed-forward (gate, up
-    and down of a gated one). With `shared=True` one mask per feature serves all tokens of the batch:
-    equation 4 of that paper, whose expected squared change of y is what `AroraDropout(ffn=...)` has
-    in closed form.
+    and down of a gated one). With `shared=True` one mask per feature serves all tokens of the
+    batch: equation 4 of that paper, whose expected squared change of y is what
+    `AroraDropout(ffn=...)` has in closed form.
 
     Args:
         rate: probability to zero a feature.

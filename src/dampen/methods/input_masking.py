@@ -22,8 +22,8 @@ class InputMasking(Regularizer):
     e_i <- 0 with probability p, e the output of the input embedding, before positions; the labels
     stay. Special and padded tokens are never hidden: the ids of the model's config, or `special`.
 
-    `two_pass=True` (arXiv 2606.06888) keeps the plain pass: L = CE(f(x), y) + weight CE(f(m(x)), y),
-    one forward on the whole input and one on the masked input. It needs `reg.loss`.
+    `two_pass=True` (arXiv 2606.06888) keeps the plain pass: L = CE(f(x), y) + weight CE(f(m(x)),
+    y), one forward on the whole input and one on the masked input. It needs `reg.loss`.
 
     Differences from the papers: they put a mask token into the input, here its embedding is zero,
     so that a model without a mask token needs none. On images and audio it hides patches or frames.

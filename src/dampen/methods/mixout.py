@@ -129,7 +129,8 @@ PROJECTIONS = frozenset({"q", "k", "v", "qkv", "kv"})
 
 
 class FromStart(Regularizer):
-    """What these methods and L2SP share: the weights U that the chosen maps had when the method was attached.
+    """What these methods and L2SP share: the weights U that the chosen maps had when
+    the method was attached.
 
     U is in no list of the model: its parameters, buffers and state_dict stay what they were, and
     the handle's state has it. It goes along with `model.to()`, and where W is sharded it is too,

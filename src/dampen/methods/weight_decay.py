@@ -87,7 +87,8 @@ class WeightDecay(Regularizer):
 
 
 class _Weights:
-    """The names of a model's parameters by layer, found once and shared by the clones of all layers."""
+    """The names of a model's parameters by layer, found once and shared by the
+    clones of all layers."""
 
     def __init__(self) -> None:
         self.layers: list[str] = []
@@ -112,8 +113,8 @@ class _Weights:
                 outside = self.after
 
     def of(self, layer: str, total: int) -> list[str]:
-        """Those of a layer. Where all layers are regularized, what comes before them is of the first
-        and what comes after of the last."""
+        """Those of a layer. Where all layers are regularized, what comes before them is of the
+        first and what comes after of the last."""
         found = list(self.inside.get(layer, ()))
         if total == len(self.layers):
             found += self.before * (layer == self.layers[0])

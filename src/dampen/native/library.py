@@ -342,7 +342,8 @@ def _look() -> None:
         if wrong := damage(path):
             _why_not = f"{path.name} is damaged ({wrong}); dampen doctor --build builds it again"
             print(
-                f"dampen: the native kernels in {path} are damaged ({wrong}), so torch's kernels run. "
+                f"dampen: the native kernels in {path} are "
+                f"damaged ({wrong}), so torch's kernels run. "
                 "To build them again: dampen doctor --build",
                 file=sys.stderr,
             )

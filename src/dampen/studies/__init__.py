@@ -3,16 +3,18 @@
 From Python, a trial is plain data and `run_trial` a pure function of it:
 
     from dampen.studies import Run, run_trial
-    trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "patch_size": 2, "width": 48},
-                             "methods": [{"name": "drop_key", "rate": 0.3}], "train": {"epochs": 5}})
+    trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit",
+    "patch_size": 2, "width": 48},
+                             "methods": [{"name": "drop_key", "rate": 0.3}],
+                             "train": {"epochs": 5}})
     result = run_trial(trial, "runs/mine")
 
 Read `trainer/train.py` for the way of a batch, `run.py` for what can be set, `store.py` for what is
 written where.
 
-The names here read results too: `make_report` opens run folders and result files, `judge_pairs` compares runs seed by
-seed, and the rest is what the repository's own pages are made with. `dampen.studies.plugins` adds data sets, models,
-tasks, metrics and recipes.
+The names here read results too: `make_report` opens run folders and result files, `judge_pairs`
+compares runs seed by seed, and the rest is what the repository's own pages are made with.
+`dampen.studies.plugins` adds data sets, models, tasks, metrics and recipes.
 """
 
 import importlib
@@ -87,7 +89,8 @@ _HOMES = {
     "pairing": "PAPER_SEEDS effect_agreement",
     "store": "RunStore",
     "stats": (
-        "FEWEST_SEEDS=FEWEST LEVEL Summary detectable deviation paired_differences paired_interval summarize t_quantile"
+        "FEWEST_SEEDS=FEWEST LEVEL Summary detectable deviation "
+        "paired_differences paired_interval summarize t_quantile"
     ),
     "table": "Entry ResultTable grid_text",
     "verdict": "Verdict judge judge_pairs sentence words",

@@ -1,7 +1,8 @@
-"""`dampen audit RUNS`: the curves of a study or a file of losses judged, and what our own results suggest to try.
+"""`dampen audit RUNS`: the curves of a study or a file of losses judged, and what our own results
+suggest to try.
 
-The suggestions come from `advice.json`, which `python -m reproductions.pages.advice` writes from studies in which the
-baseline was tuned like every method.
+The suggestions come from `advice.json`, which `python -m reproductions.pages.advice` writes from
+studies in which the baseline was tuned like every method.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def _of_folder(folder: Path, train: str | None, valid: str | None) -> list[Curve
             found.append(Curves(entry.name, entry.config.baseline, tuple(fits), unknown))
     if not any(c.fits for c in found):
         raise LabError(
-            f"{folder} holds no curves of a training and a validation loss with enough points. Log both: "
+            f"{folder} holds no curves of a training and a "
+            "validation loss with enough points. Log both: "
             "trial.log(epoch=epoch, train=terms, valid={'nll': loss}), or give a CSV file."
         )
     return found
@@ -181,12 +183,15 @@ def explained(curves: Curves) -> str:
 
 
 _SENTENCES = {
-    "overfits": "Validation is best at {axis} {best} ({valid_best}) and clearly worse at {axis} {last} "
+    "overfits": "Validation is best at {axis} {best} "
+    "({valid_best}) and clearly worse at {axis} {last} "
     "({valid_last}), while training goes from {train_best} to {train_last}.",
-    "memorizes": "Training ends at {train_last}, less than half of validation's {valid_last}, which no "
+    "memorizes": "Training ends at {train_last}, less than "
+    "half of validation's {valid_last}, which no "
     "longer improves.",
     "improves": "Validation still improves at {axis} {last} ({valid_last}).",
-    "flat": "Training ends at {train_last} and validation at {valid_last}, and neither differs enough "
+    "flat": "Training ends at {train_last} and validation at "
+    "{valid_last}, and neither differs enough "
     "to call it overfitting.",
     "diverges": "Both losses are worse at {axis} {last} than at {axis} {best}: training went from "
     "{train_best} to {train_last}.",
@@ -278,7 +283,8 @@ Found = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def _better(studies: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Methods that were significantly better: the best of each study, then the second of each, and so on."""
+    """Methods that were significantly better: the best of each study, then the
+    second of each, and so on."""
     ranked = [
         [
             (s, m)

@@ -1,4 +1,5 @@
-"""The catalogue of methods, read from their source without importing torch, so that `dampen list` answers at once."""
+"""The catalogue of methods, read from their source without importing torch, so that `dampen list`
+answers at once."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def _ancestry(cls: str, module: str) -> list[ast.ClassDef]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module of ours, of a file given by its path, or of a module of another package."""
+    """The file of a module of ours, of a file given by its path, or of a
+    module of another package."""
     if module.endswith(".py"):
         return Path(module).expanduser()
     path = PACKAGE.parent / Path(*module.split(".")).with_suffix(".py")

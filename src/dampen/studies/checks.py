@@ -1,4 +1,5 @@
-"""Checking the names in a trial before anything runs: data set and its options, model and its arguments, methods."""
+"""Checking the names in a trial before anything runs: data set and its options, model and its
+arguments, methods."""
 
 from __future__ import annotations
 
@@ -55,12 +56,14 @@ def _check_takes(model: str, data: str, path: str) -> list[str]:
         return []
     needs = " or ".join(kind.takes)
     return [
-        f"{path}model.name: {model!r} needs {needs} data; {data!r} is a data set for {DATASETS[data].spec.task}"
+        f"{path}model.name: {model!r} needs {needs} data; {data!r} is "
+        f"a data set for {DATASETS[data].spec.task}"
     ]
 
 
 def brings_task(model: str) -> Any:
-    """The class of a model that brings its own task (a masked autoencoder), else None: see `dampen.studies.plugins`."""
+    """The class of a model that brings its own task (a masked autoencoder), else None: see
+    `dampen.studies.plugins`."""
     from dampen.models import MODELS
 
     kind = MODELS.get(model)
@@ -68,14 +71,16 @@ def brings_task(model: str) -> Any:
 
 
 def _check_samples(data: str, model: str, path: str) -> list[str]:
-    """Probabilities of classes can be averaged over random forwards; boxes, translations and images cannot."""
+    """Probabilities of classes can be averaged over random forwards; boxes,
+    translations and images cannot."""
     from dampen.studies.data import DATASETS
     from dampen.studies.metrics import TASKS
 
     if data not in DATASETS or TASKS[task_of(data, model)].classes:
         return []
     return [
-        f"{path}: averages class probabilities of sets with one class each; this is {task_of(data, model)}"
+        f"{path}: averages class probabilities of sets with one "
+        f"class each; this is {task_of(data, model)}"
     ]
 
 
@@ -87,7 +92,8 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
 
     if data["name"] not in DATASETS:
         return [
-            f"{path}name: unknown data set {data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"
+            f"{path}name: unknown data set "
+            f"{data['name']!r}{hint('dampen.data', data['name'], DATASETS)}"
         ]
     spec = DATASETS[data["name"]].spec
     moved = [key for key in MOVED["dampen.transforms"] if key in data and key not in TRANSFORMS]
@@ -102,7 +108,8 @@ def check_data(data: dict[str, Any], path: str) -> list[str]:
         drawn = data.get(key, 0)
         if drawn != "seed" and (not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0):
             problems.append(
-                f"{path}{key}: a whole number from 0, or 'seed' to draw anew for each seed, got {drawn!r}"
+                f"{path}{key}: a whole number from 0, or 'seed' "
+                f"to draw anew for each seed, got {drawn!r}"
             )
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool) or folds < 2):
         problems.append(f"{path}folds: a whole number from 2, got {folds!r}")
@@ -134,7 +141,8 @@ def _check_augment(chosen: Any, task: str, path: str) -> list[str]:
             continue
         if name not in AUGMENTATIONS:
             problems.append(
-                f"{path}: unknown augmentation {name!r}{hint('dampen.augmentations', name, AUGMENTATIONS)}"
+                f"{path}: unknown augmentation "
+                f"{name!r}{hint('dampen.augmentations', name, AUGMENTATIONS)}"
             )
             continue
         problems += [f"{path}: {problem}"] if (problem := missing_for(name)) else []
@@ -168,7 +176,8 @@ def check_model(model: dict[str, Any], path: str) -> list[str]:
         )
     if name not in MODELS:
         return [
-            f"{path}name: unknown model {name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"
+            f"{path}name: unknown model "
+            f"{name!r}{hint('dampen.models', name, [*MODELS, 'timm/<name>'])}"
         ]
     return unknown_keys(model, ["name", *inspect.signature(MODELS[name]).parameters], path)
 
@@ -189,7 +198,8 @@ def _check_timm(name: str, path: str) -> list[str]:
 
 
 def task_of(data: str, model: str) -> str:
-    """What a model is trained for on a data set: the task of the set, or the one that the model brings.
+    """What a model is trained for on a data set: the task of the set, or the
+    one that the model brings.
 
     >>> task_of("digits", "vit")
     'image'
@@ -201,7 +211,8 @@ def task_of(data: str, model: str) -> str:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """What `dampen compare` trains on a data set if nothing else is given: model, training options, limits.
+    """What `dampen compare` trains on a data set if nothing else is given: model,
+    training options, limits.
 
     >>> preset("digits")["model"]["name"]
     'vit'

@@ -1,9 +1,10 @@
 """An answer over several data sets: `dampen.combine([study, ...])`.
 
-Every data set has the same weight, whatever its number of seeds. The mean difference has two intervals: one for
-these data sets (seeds vary), and one for further data sets like them (data sets vary), which needs at least three. The
-probability of improvement is that a run of the method beats a run of the baseline on the same data set (Agarwal et al.
-2021, arXiv 2108.13264), with an interval by a bootstrap of the seeds within each data set.
+Every data set has the same weight, whatever its number of seeds. The mean difference has two
+intervals: one for these data sets (seeds vary), and one for further data sets like them (data sets
+vary), which needs at least three. The probability of improvement is that a run of the method beats
+a run of the baseline on the same data set (Agarwal et al. 2021, arXiv 2108.13264), with an interval
+by a bootstrap of the seeds within each data set.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Combined:
         """The table as Markdown, best first."""
         digits, unit = self.metric.digits, self.metric.points
         lines = [
-            f"| method | difference in {self.metric.title}, {len(self.studies)} data sets | further data sets "
+            f"| method | difference in {self.metric.title}, "
+            f"{len(self.studies)} data sets | further data sets "
             "| better than a run of the baseline | verdict |",
             "|---|---|---|---|---|",
         ]
@@ -111,7 +113,8 @@ class Combined:
         return Path(path)
 
     def figure(self) -> Figure:
-        """Each method's difference over all data sets with its interval, and its difference on each of them."""
+        """Each method's difference over all data sets with its interval, and its
+        difference on each of them."""
         import altair as alt
 
         names, digits = [c.name for c in self.configs], self.metric.digits
@@ -159,7 +162,8 @@ class Combined:
         columns += [Column("improvement", "Better than a run of the baseline, %", 0)]
         columns += [Column("verdict", "Verdict")]
         caption = (
-            f"Point: mean difference over {len(self.studies)} data sets of equal weight, Holm-corrected over the "
+            f"Point: mean difference over {len(self.studies)} data sets "
+            "of equal weight, Holm-corrected over the "
             "methods. Line: its interval for these data sets. Ticks: each data set."
         )
         panels = [Panel("", finish(alt.layer(*layers), max(120, 34 * len(names))))]
@@ -182,7 +186,8 @@ def combine(studies: Sequence[Study | Path | str]) -> Combined:
     """Answer over several data sets which method is better than the baseline.
 
     Args:
-        studies: of one metric, each on another data set, or their folders. Configurations are matched by their names.
+        studies: of one metric, each on another data set, or their folders. Configurations are
+            matched by their names.
     """
     opened = [study if isinstance(study, Study) else load(study) for study in studies]
     tables = [study.results for study in opened]
@@ -215,7 +220,8 @@ def combine(studies: Sequence[Study | Path | str]) -> Combined:
         raise ConfigError(
             "The combination",
             [
-                f"no method has {FEWEST} shared seeds on two data sets; names must agree between the studies"
+                f"no method has {FEWEST} shared seeds on two data "
+                "sets; names must agree between the studies"
             ],
         )
     sign = 1.0 if mode == "max" else -1.0
@@ -244,7 +250,8 @@ def across(
     """Every configuration over its data sets, best first.
 
     Args:
-        pairs: by configuration and data set the values of the configuration and of the baseline, by seed.
+        pairs: by configuration and data set the values of the configuration and
+            of the baseline, by seed.
         sign: 1 where more is better, -1 where less is.
     """
     differences = {
@@ -273,8 +280,8 @@ def across(
 
 
 def _mean_test(samples: Sequence[Sequence[float]]) -> tuple[float, float, float, float]:
-    """The mean of the means of several samples, its standard error, p of 'it is 0' and the degrees of freedom (Welch
-    and Satterthwaite); for one sample this is the t test."""
+    """The mean of the means of several samples, its standard error, p of 'it is 0' and the degrees
+    of freedom (Welch and Satterthwaite); for one sample this is the t test."""
     from scipy.special import stdtr
 
     mean = statistics.fmean(statistics.fmean(d) for d in samples)

@@ -67,26 +67,35 @@ def compare(
     same_code: bool = False,
     loggers: Sequence[str] = (),
 ) -> Study:
-    """Compare methods in your training function, or in the built-in trainer with your model and data.
+    """Compare methods in your training function, or in the built-in trainer
+    with your model and data.
 
     Args:
-        train: a function of a `dampen.Trial` that trains and returns test metrics, or `"train.py:train"`.
+        train: a function of a `dampen.Trial` that trains and returns test metrics, or
+            `"train.py:train"`.
         model: for the built-in trainer instead: a name, a path, or a function.
         data: likewise.
-        methods: the rows: text, a regularizer, a list of them, or names for these; see `dampen.studies.configs`.
-        seeds: how many, or which. The same seed gives every row the same initial weights and order of batches.
-        reference: the row that the others are compared with; `"plain"` is added where it is not there.
-        metric: the test metric to judge by, as in `"f1"` or `"rmse:min"`; default: the first that comes back.
+        methods: the rows: text, a regularizer, a list of them, or names for these; see
+            `dampen.studies.configs`.
+        seeds: how many, or which. The same seed gives every row the same initial
+            weights and order of batches.
+        reference: the row that the others are compared with; `"plain"` is
+            added where it is not there.
+        metric: the test metric to judge by, as in `"f1"` or `"rmse:min"`; default:
+            the first that comes back.
         margin: the smallest difference that matters, in the unit of the table.
         params: what the function reads from `trial.params`.
-        tune: how many settings of every row, the baseline too, are tried on three tuning seeds first: learning rate,
-            weight decay and the methods' strengths, chosen by the mean of validation.
-        until_decided: add seeds until every row is decided; `budget` (such as "30m") ends it earlier.
+        tune: how many settings of every row, the baseline too, are tried on three tuning seeds
+            first: learning rate, weight decay and the methods' strengths, chosen
+                by the mean of validation.
+        until_decided: add seeds until every row is decided; `budget` (such
+            as "30m") ends it earlier.
         engine: where trials run, "local" or "ray"; see `dampen compare --help`.
         address: of a Ray cluster.
         workers: trials at a time.
         threads: of each trial.
-        folder: where records go; default: a folder below `runs` that follows from function and parameters.
+        folder: where records go; default: a folder below `runs` that follows from
+            function and parameters.
         resume: keep the logged runs and resume the interrupted ones.
         progress: show it.
         same_code: count records of an older version of the code.
@@ -101,7 +110,8 @@ def compare(
     """
     if being_read() is not None:
         raise LabError(
-            f"dampen.compare was called while {being_read()} was being imported for its training function. Put the "
+            f"dampen.compare was called while {being_read()} was being "
+            "imported for its training function. Put the "
             'call under `if __name__ == "__main__":`.'
         )
     if (train is None) == (model is None and data is None):
@@ -178,8 +188,8 @@ def _start(
 
 
 def _tune(study: Study, asked: ComparisonRequest, trials: int) -> None:
-    """Choose learning rate, weight decay and strengths of every row on validation first, the baseline's too; the study
-    continues with the best."""
+    """Choose learning rate, weight decay and strengths of every row on validation first, the
+    baseline's too; the study continues with the best."""
     if study.function is not None:
         own_metric(study.function)
     study.folder = study.folder.with_name(f"{study.folder.name}-tuned")
@@ -277,8 +287,8 @@ EVERY = 1.0
 
 
 class NotebookView:
-    """One output that is replaced while trials run: how many are done, what the others are at, the time left, and the
-    table so far."""
+    """One output that is replaced while trials run: how many are done, what the others are at, the
+    time left, and the table so far."""
 
     def __init__(self, study: Study, labels: dict[str, str], done: int):
         from IPython.display import HTML, display
@@ -310,10 +320,11 @@ STEPS = 6
 
 
 def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
-    """Refuse rows that cannot run on the model, all at once and before anything starts: one step with two examples.
+    """Refuse rows that cannot run on the model, all at once and before anything starts: one step
+    with two examples.
 
-    Rows that have a result already are not tried again; a training of the user's own, and pretraining, are not ours
-    to cut short.
+    Rows that have a result already are not tried again; a training of the user's own, and
+    pretraining, are not ours to cut short.
 
     Args:
         plan: the comparison.
@@ -344,7 +355,8 @@ def check_rows(plan: Comparison, folder: Path, execution: Execution) -> None:
 
 
 def _problem(trial: Run, execution: Execution) -> str:
-    """Why the methods of a trial do not work on its model, or nothing. What is wrong without them is raised."""
+    """Why the methods of a trial do not work on its model, or nothing. What is wrong
+    without them is raised."""
     data = load_data(trial.data, execution.data_dir, execution.parts, trial.seed)
     trial.train.steps_per_epoch(
         len(data.train)
@@ -383,7 +395,8 @@ def _problem(trial: Run, execution: Execution) -> str:
 
 @dataclass(frozen=True)
 class RowProbe:
-    """What a few steps of a row said: whether it runs, what a step takes, and how long a trial will."""
+    """What a few steps of a row said: whether it runs, what a step takes, and
+    how long a trial will."""
 
     row: str
     problem: str = ""
@@ -392,7 +405,8 @@ class RowProbe:
 
     @property
     def seconds(self) -> float | None:
-        """The steps of one trial, without evaluation; None where the training does not say how long it is."""
+        """The steps of one trial, without evaluation; None where the training does
+        not say how long it is."""
         return (
             self.step_seconds * self.steps if self.step_seconds is not None and self.steps else None
         )

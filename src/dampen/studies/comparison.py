@@ -1,4 +1,5 @@
-"""Configurations x settings x seeds as independent runs, and the manifest of which run belongs where (plan.json)."""
+"""Configurations x settings x seeds as independent runs, and the manifest of which run belongs
+where (plan.json)."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ class Comparison:
         return self.runs[next(iter(config.settings[0].ids.values()))]
 
     def run_of(self, setting: Setting, seed: int) -> Run:
-        """The run of a setting with a seed; made after its others and added to the comparison where it is not there.
+        """The run of a setting with a seed; made after its others and added to the comparison where
+        it is not there.
 
         Args:
             setting: one of this comparison's.
@@ -151,7 +153,8 @@ class Comparison:
         return self.runs[setting.ids[str(seed)]]
 
     def joined(self, earlier: Comparison, recorded: Container[str]) -> Comparison:
-        """This plan, with the rows and seeds that an earlier one under the same conditions has recorded: they stay.
+        """This plan, with the rows and seeds that an earlier one under the same conditions has
+        recorded: they stay.
 
         Args:
             earlier: a comparison under the same conditions.
@@ -229,7 +232,8 @@ class Comparison:
         return named
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Run]:
-        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows fill up evenly.
+        """The trials to run: of the named rows and seeds, or of all. Seeds come first, so that rows
+        fill up evenly.
 
         Args:
             rows: names of configurations; default: all.
@@ -261,9 +265,10 @@ def make_comparison(
 ) -> Comparison:
     """The plan of a recipe; raises ConfigError with every problem of every row.
 
-    `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names` the names of data
-    sets, models and methods are taken on trust (torch is then not imported). `points` are the settings of each row, in
-    place of the grid; a recipe with a search has one for each row until it has chosen, the first that it tries.
+    `settings` are strings such as `train.lr=0.01`, as on the command line. Without `check_names`
+    the names of data sets, models and methods are taken on trust (torch is then not imported).
+    `points` are the settings of each row, in place of the grid; a recipe with a search has one for
+    each row until it has chosen, the first that it tries.
 
     Args:
         recipe: what to compare.
@@ -332,7 +337,8 @@ def _config(
 def design_of(
     recipe: Recipe, scale: str | None, settings: Iterable[str] = ()
 ) -> tuple[dict[str, list[Axis]], dict[str, list[AxisValues]]]:
-    """The axes that the search of a recipe has in each row, and the settings that it tries; every row as many."""
+    """The axes that the search of a recipe has in each row, and the settings that it tries; every
+    row as many."""
     at = recipe.at(scale)
     over, _ = read_settings(settings)
     axes = {
@@ -352,7 +358,8 @@ def design_of(
         if own and len(different) < at["search"][SETTINGS]:
             problem = f"its axes make only {len(different)} different settings of {at['search'][SETTINGS]}"
             problems.append(
-                f"row {row['name']!r}: search: {problem}; give a range, or longer lists, or fewer settings"
+                f"row {row['name']!r}: search: {problem}; give a "
+                "range, or longer lists, or fewer settings"
             )
     if problems:
         raise ConfigError(f"Recipe {recipe.name!r} at scale {at['scale']!r}", problems)
@@ -362,10 +369,11 @@ def design_of(
 def is_refused(
     recipe: Recipe, scale: str | None, settings: Iterable[str], name: str, values: AxisValues
 ) -> bool:
-    """Whether a configuration cannot be trained at these values of its axes, as far as its methods say.
+    """Whether a configuration cannot be trained at these values of its axes,
+    as far as its methods say.
 
-    A comparison of two passes in which nothing is drawn counts as refused: it would always be zero, but for dropout
-    that the model has built in.
+    A comparison of two passes in which nothing is drawn counts as refused: it would always be zero,
+    but for dropout that the model has built in.
 
     Args:
         recipe: with this configuration.
@@ -430,7 +438,8 @@ def _points(
     path: str,
     names: bool,
 ) -> tuple[list[Setting], list[str]]:
-    """The points of one row with their trials. Two settings that make the same trials are one point."""
+    """The points of one row with their trials. Two settings that make the same
+    trials are one point."""
     from dampen.studies.checks import check_trial
 
     points: dict[tuple[str, ...], Setting] = {}
@@ -520,7 +529,8 @@ def _apply_setting(setting: str, over: dict[str, Any]) -> list[str]:
         return [f"--set {setting}: unknown section {section!r}{near}"]
     if key in TABLES and not isinstance(value, Mapping) and value is not False:
         return [
-            f"--set {setting}: {key} is a table; say which of its values, such as {key}.{TABLES[key]}"
+            f"--set {setting}: {key} is a table; say which "
+            f"of its values, such as {key}.{TABLES[key]}"
         ]
     return [f"--set {problem}" for problem in _put(over, key, value)]
 
@@ -548,10 +558,11 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def rebuild_plan(folder: Path) -> Comparison:
-    """One row for each list of methods, one point for each other difference; the row without methods is the baseline.
+    """One row for each list of methods, one point for each other difference; the row without
+    methods is the baseline.
 
-    Names of rows, published numbers and the command stood in plan.json alone; the command that made it brings them
-    back, and finds every trial where it was.
+    Names of rows, published numbers and the command stood in plan.json alone; the command that made
+    it brings them back, and finds every trial where it was.
 
     Args:
         folder: that holds the folders of runs.

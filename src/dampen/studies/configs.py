@@ -4,10 +4,12 @@
     DropKey(0.2)                                    a regularizer
     [DropKey(0.1), RDrop(1.0)]                      several in one model
     {"mine": MyMethod(), "both": [...]}             rows with names
-    {"decay 0.1": {"params": {"weight_decay": 0.1}, "methods": ...}}    a row with parameters of its own
+    {"decay 0.1": {"params": {"weight_decay": 0.1}, "methods": ...}}    a row
+    with parameters of its own
 
-In text, `params(weight_decay=0.1)` holds parameters. A regularizer becomes the plain data that would build it
-again; one that cannot be written so is sent to the workers as it is and known by a hash of its class and its state.
+In text, `params(weight_decay=0.1)` holds parameters. A regularizer becomes the plain data that
+would build it again; one that cannot be written so is sent to the workers as it is and known by a
+hash of its class and its state.
 """
 
 from __future__ import annotations
@@ -157,7 +159,8 @@ def plain_form(method: Regularizer) -> dict[str, Any] | None:
 
     >>> from dampen import DropKey, linear
     >>> plain_form(DropKey(linear(0.3, 0.0), unit="column"))
-    {'name': 'drop_key', 'rate': {'linear': {'start': 0.3, 'end': 0.0, 'along': 'depth'}}, 'unit': 'column'}
+    {'name': 'drop_key', 'rate': {'linear': {'start': 0.3, 'end': 0.0, 'along':
+    'depth'}}, 'unit': 'column'}
     """
     name = snake_case(type(method).__name__)
     if registered().get(name) is not type(method):

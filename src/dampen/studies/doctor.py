@@ -1,4 +1,5 @@
-"""What is installed, which devices and kernels there are, which data sets were found, whether runs can be written."""
+"""What is installed, which devices and kernels there are, which data sets were found, whether runs
+can be written."""
 
 from __future__ import annotations
 
@@ -160,7 +161,8 @@ def _torchvision() -> Finding:
             "pip install torchvision, built for your torch",
         )
     how = (
-        "its compiled extension does not load with this torch; with a workaround, all that dampen needs works"
+        "its compiled extension does not load with this torch; with "
+        "a workaround, all that dampen needs works"
         if declared
         else "works"
     )

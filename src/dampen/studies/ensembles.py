@@ -1,9 +1,10 @@
-"""The seeds of a configuration as one model: the mean of their predictions, where the training function returns them.
+"""The seeds of a configuration as one model: the mean of their predictions, where the training
+function returns them.
 
     return {"accuracy": accuracy, "predictions": probabilities, "targets": labels}
 
-The seeds were trained anyway, so this costs nothing. An ensemble is one observation: it is shown beside the mean of its
-members, without a test.
+The seeds were trained anyway, so this costs nothing. An ensemble is one observation: it is shown
+beside the mean of its members, without a test.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ def take_predictions(returned: Any, named: str) -> tuple[Any, dict[str, np.ndarr
     p, y = arrays["predictions"], arrays["targets"]
     if p.ndim not in (1, 2) or y.shape != p.shape[:1] or p.dtype.kind not in "fiu":
         raise Refused(
-            f"{named} returned predictions of shape {p.shape} for targets of shape {y.shape}: expected {wanted}."
+            f"{named} returned predictions of shape {p.shape} for "
+            f"targets of shape {y.shape}: expected {wanted}."
         )
     if p.ndim == 2 and not (np.all(p >= 0) and np.allclose(p.sum(axis=1), 1, atol=1e-3)):
         raise Refused(
-            f"{named} returned predictions that are no probabilities: apply softmax, so that each row sums to 1."
+            f"{named} returned predictions that are no probabilities: "
+            "apply softmax, so that each row sums to 1."
         )
     return rest, arrays
 
@@ -96,7 +99,8 @@ def ensembles(plan: Comparison, folder: Path) -> list[Ensemble]:
 
 
 def ensembles_in_words(table: ResultTable) -> str:
-    """The ensemble of each method in the metric that judges, best first; empty where no predictions were kept.
+    """The ensemble of each method in the metric that judges, best first; empty where
+    no predictions were kept.
 
     Args:
         table: the runs of a study, judged.

@@ -45,7 +45,8 @@ def describe(threads: int, device: str) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """The installed versions of what can change a result; read once, because it takes as long as some steps."""
+    """The installed versions of what can change a result; read once, because it takes
+    as long as some steps."""
     found = {}
     for name in PACKAGES:
         try:
@@ -57,7 +58,8 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with '+' if files were changed; None when installed.
+    """The commit of the source tree this package runs from, with '+' if files were changed; None
+    when installed.
 
     Read once: code that was imported stays as it was.
     """
@@ -66,8 +68,8 @@ def commit() -> str | None:
 
 
 def git_state(folder: Path | None) -> dict[str, Any]:
-    """The commit of the repository that a folder belongs to, and whether tracked files in it were changed; empty where
-    there is none.
+    """The commit of the repository that a folder belongs to, and whether tracked files in it were
+    changed; empty where there is none.
 
     Args:
         folder: of somebody's code, or None.
@@ -105,7 +107,8 @@ def usable_cores() -> int:
 
 
 def asked_threads() -> int | None:
-    """The number of threads that the environment requests, as OpenMP reads it: OMP_NUM_THREADS, if it is a number."""
+    """The number of threads that the environment requests, as OpenMP reads it: OMP_NUM_THREADS, if
+    it is a number."""
     said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(said) if said.isdigit() and int(said) > 0 else None
 

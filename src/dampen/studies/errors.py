@@ -83,7 +83,8 @@ class Interrupted(LabError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP to the command: like Ctrl-C, but whoever sent it may kill the command ten seconds later."""
+    """SIGTERM or SIGHUP to the command: like Ctrl-C, but whoever sent it may kill the command ten
+    seconds later."""
 
 
 class Stopped(Interrupted):
@@ -103,13 +104,15 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
         if error.errno not in (ENOSPC, EDQUOT):
             raise
         raise DiskFull(
-            f"No space left while writing {path}. Everything recorded before is whole, nothing was lost. "
+            f"No space left while writing {path}. Everything "
+            "recorded before is whole, nothing was lost. "
             "Free some space and run the same command again: it resumes from the last checkpoint."
         ) from error
 
 
 def portable(error: BaseException) -> Exception:
-    """The error in a form that survives a pipe: our own kinds stay, others become LabError with their traceback.
+    """The error in a form that survives a pipe: our own kinds stay, others become LabError with
+    their traceback.
 
     >>> print(portable(ZeroDivisionError("division by zero")))
     ZeroDivisionError: division by zero

@@ -1,4 +1,5 @@
-"""Files that are there whole or as they were: JSON and others, written aside, synced and renamed; with checksums."""
+"""Files that are there whole or as they were: JSON and others, written aside, synced and renamed;
+with checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from typing import IO, Any
 from dampen.studies.errors import DamagedRecord, clear_disk_errors
 
 CHECKSUM = "checksum"
-"""The key under which a result, a line of a log or a pack says what the rest of it was when it was written."""
+"""The key under which a result, a line of a log or a pack says what the rest of it
+was when it was written."""
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -51,7 +53,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut. Windows opens no folders and orders renames itself."""
+    """Make renames inside `folder` survive a power cut. Windows opens no folders and
+    orders renames itself."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -101,8 +104,8 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(value: Any, what: str, remedy: str) -> Any:
-    """What `sealed` was given; raises DamagedRecord where it was changed since. What has no checksum is taken as it is:
-    records were written without before.
+    """What `sealed` was given; raises DamagedRecord where it was changed since. What has no
+    checksum is taken as it is: records were written without before.
 
     Args:
         value: what was read.
@@ -125,7 +128,8 @@ def unsealed(value: Any, what: str, remedy: str) -> Any:
 
 
 LARGEST = 1e100
-"""No measurement is larger: a perplexity of 1e160 is that of a model that diverged, and its square overflows."""
+"""No measurement is larger: a perplexity of 1e160 is that of a model that diverged, and
+its square overflows."""
 
 
 def finite(value: Any) -> Any:
@@ -149,11 +153,13 @@ def finite(value: Any) -> Any:
 
 CACHE = "fingerprints.json"
 FRESH_NS = 2_000_000_000
-"""A file that changed less than two seconds ago is hashed anyway: clocks of file systems are coarse."""
+"""A file that changed less than two seconds ago is hashed anyway: clocks of
+file systems are coarse."""
 
 
 def fingerprint(path: Path | str) -> str:
-    """The hash of a file, or of the names and contents of all files below a folder; hidden files do not count.
+    """The hash of a file, or of the names and contents of all files below a folder;
+    hidden files do not count.
 
     Args:
         path: a file or a folder.
@@ -198,7 +204,8 @@ def file_hash(path: Path) -> str:
 
 
 def sizes_and_times(path: Path) -> str | None:
-    """A mark that changes when a file does, without reading any; None where one changed too lately to be sure."""
+    """A mark that changes when a file does, without reading any; None where one changed
+    too lately to be sure."""
     lines = []
     for file in files_of(path):
         stat = file.stat()

@@ -1,6 +1,8 @@
-"""Methods written as plain data, `{"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}`, become regularizers.
+"""Methods written as plain data, `{"name": "drop_key", "rate": {"linear": [0.3, 0.0]}}`, become
+regularizers.
 
-On the command line they are written as calls: `drop_key(rate=linear(0.3, 0.0))`; `a + b` puts both into one model.
+On the command line they are written as calls: `drop_key(rate=linear(0.3, 0.0))`; `a + b` puts both
+into one model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-import dampen.texts as texts  # not `from dampen`: that looks the name up among the classes, with torch
+# not `from dampen`: that looks the name up among the classes, with torch
+import dampen.texts as texts
 from dampen.extensions import is_in_file
 from dampen.names import nearest
 from dampen.studies.errors import ConfigError
@@ -46,7 +49,8 @@ def unknown_keys(mapping: Mapping[str, Any], known: Iterable[str], path: str) ->
 def check_fields(
     cls: Any, mapping: Mapping[str, Any], path: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values for the dataclass `cls`, with numbers in the declared type, and all that is wrong with them.
+    """The values for the dataclass `cls`, with numbers in the declared type, and all
+    that is wrong with them.
 
     Args:
         cls: a dataclass.
@@ -59,7 +63,8 @@ def check_fields(
     ...     lr: float = 0.1
     ...     epochs: int = 1
     >>> check_fields(Options, {"lr": 1, "epoch": 3, "epochs": "x"}, "train.")
-    ({'lr': 1.0}, ["train.epoch: unknown key; did you mean 'epochs'?", "train.epochs: expected int, got 'x'"])
+    ({'lr': 1.0}, ["train.epoch: unknown key; did you mean 'epochs'?", "train.epochs:
+    expected int, got 'x'"])
     """
     hints = _hints(cls)
     known = [f.name for f in fields(cls)]
@@ -83,7 +88,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` in the type `hint`, or TypeError in words. Only an int given for a float is converted.
+    """`value` in the type `hint`, or TypeError in words. Only an int given
+    for a float is converted.
 
     Args:
         value: what was given.
@@ -129,9 +135,11 @@ def coerce(value: Any, hint: Any) -> Any:
 # --- methods as plain data
 
 OBJECT = "object"
-"""The key, in the plain form of a method, that says: an object of the user's, known by this hash of class and state."""
+"""The key, in the plain form of a method, that says: an object of the user's, known by this hash of
+class and state."""
 CODE = "code"
-"""The key that holds the hash of a method's own file (`my.py:HeadDropout`): other code is another trial."""
+"""The key that holds the hash of a method's own file (`my.py:HeadDropout`): other
+code is another trial."""
 
 
 def compose(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -162,7 +170,8 @@ def build_methods(specs: Sequence[Mapping[str, Any]]) -> list[Regularizer]:
 
 
 def compares_nothing(specs: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether two passes are compared while no method draws anything: only a model's built-in dropout is left then.
+    """Whether two passes are compared while no method draws anything: only a model's built-in
+    dropout is left then.
 
     Args:
         specs: methods as plain data.
@@ -185,7 +194,8 @@ def compares_nothing(specs: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
-    """Every problem of the specs: unknown methods, unknown arguments, values that the method refuses."""
+    """Every problem of the specs: unknown methods, unknown arguments, values
+    that the method refuses."""
     from dampen.registry import methods
 
     known, problems = methods(), []
@@ -214,7 +224,8 @@ def check_methods(specs: Sequence[Mapping[str, Any]], path: str) -> list[str]:
                 if built.does_nothing:
                     example = ", ".join(f"{k}={v}" for k, v in built.example.items())
                     problems.append(
-                        f"{where} {name}: as written it does nothing; write for example {name}({example})"
+                        f"{where} {name}: as written it does "
+                        f"nothing; write for example {name}({example})"
                     )
     return problems
 
@@ -234,20 +245,23 @@ def _class(spec: Mapping[str, Any]) -> type[Regularizer]:
     cls, wanted = find_method(spec["name"]), spec.get(CODE)
     if wanted is not None and code_of_method(spec["name"]) != wanted:
         raise ValueError(
-            f"{spec['name']} has changed since this trial was made. Run the comparison again: new trials."
+            f"{spec['name']} has changed since this trial was "
+            "made. Run the comparison again: new trials."
         )
     return cls
 
 
 def code_of_method(name: str) -> str:
-    """The hash of the file behind `my.py:HeadDropout` and of what that imports: it is part of a trial's identity."""
+    """The hash of the file behind `my.py:HeadDropout` and of what that imports: it is part of a
+    trial's identity."""
     from dampen.studies.user_code import digest_of_file
 
     return digest_of_file(Path(name.rpartition(":")[0]).expanduser())
 
 
 def parse_rows(text: str, what: str = "--methods") -> dict[str, list[dict[str, Any]]]:
-    """The configurations written on a command line: comma between them, plus between the methods of one.
+    """The configurations written on a command line: comma between them, plus
+    between the methods of one.
 
     Args:
         text: comma between configurations, plus between the methods of one.

@@ -1,7 +1,8 @@
 """What a number is: its label, its unit, which way it improves, and how large a difference matters.
 
-A metric is described here and nowhere else; adding one is one entry of `METRICS`. Records hold fractions, tables show
-percent where `percent` says so: `scale` converts between the two, and margins are in the unit of the table.
+A metric is described here and nowhere else; adding one is one entry of `METRICS`. Records hold
+fractions, tables show percent where `percent` says so: `scale` converts between the two, and
+margins are in the unit of the table.
 
 >>> accuracy = describe("accuracy")
 >>> accuracy.title, accuracy.scale, accuracy.points, accuracy.better
@@ -24,8 +25,8 @@ Direction = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `margin` is a difference in the unit of tables, `margin_share` a share of the reference's mean; a
-    metric without a known direction is shown and never judged."""
+    """One metric. `margin` is a difference in the unit of tables, `margin_share` a share of the
+    reference's mean; a metric without a known direction is shown and never judged."""
 
     name: str
     label: str
@@ -35,7 +36,8 @@ class Metric:
     margin_share: float | None = None
     digits: int = 3
     diagnosed: bool = False  # by `dampen diagnose`, on the trained model
-    drawn: bool = False  # layer by layer in a figure of the page, whose tables leave it out: paper is only so wide
+    # layer by layer in a figure of the page, whose tables leave it out: paper is only so wide
+    drawn: bool = False
     noisy_by_count: bool = (
         False  # a share of test examples: their number alone gives a standard error
     )
@@ -56,7 +58,8 @@ class Metric:
         return " points" if self.percent else ""
 
     def margin_at(self, reference: float) -> float | None:
-        """The default margin, in the unit of tables, given the reference's mean; None where there is none."""
+        """The default margin, in the unit of tables, given the reference's mean;
+        None where there is none."""
         if self.margin is not None:
             return self.margin
         return (
@@ -128,7 +131,8 @@ METRICS: dict[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The metric of this name. `base@0.5` is a variant of `base`; an unknown one has no unit and no direction.
+    """The metric of this name. `base@0.5` is a variant of `base`; an unknown one has
+    no unit and no direction.
 
     Args:
         name: of a metric, with or without a variant such as `@0.5`.

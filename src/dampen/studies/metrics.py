@@ -136,7 +136,8 @@ def require_batches(count: float) -> None:
     """
     if not count:
         raise RuntimeError(
-            "No example has been counted yet: call update() with at least one batch before compute()."
+            "No example has been counted yet: call update() "
+            "with at least one batch before compute()."
         )
 
 

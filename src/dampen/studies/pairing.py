@@ -1,4 +1,5 @@
-"""Which runs are pairs: the same seed on one path of kernels; the folds of a round are averaged first."""
+"""Which runs are pairs: the same seed on one path of kernels; the folds of a
+round are averaged first."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from dampen.studies.store import LoggedRun
 def on_one_path(ours: LoggedRun, theirs: LoggedRun) -> bool:
     """Whether two runs may be paired: both on torch's kernels, or both on the native ones.
 
-    A trial without methods uses none of these kernels, and an old record does not say which it used: both pair as they
-    always did.
+    A trial without methods uses none of these kernels, and an old record does not say which it
+    used: both pair as they always did.
     """
     paths = {run.final.kernels for run in (ours, theirs) if run.final and run.final.kernels}
     return len(paths) < 2 or not ours.config.get("methods") or not theirs.config.get("methods")
@@ -32,7 +33,8 @@ def unpaired(
 
 
 def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
-    """The mean of each whole round of cross-validation; seed = round x folds + fold. Folds alone are no repetitions.
+    """The mean of each whole round of cross-validation; seed = round x folds + fold. Folds alone
+    are no repetitions.
 
     >>> averaged_folds({"0": 1.0, "1": 3.0, "2": 5.0}, 2)
     {'0': 2.0}
@@ -53,7 +55,8 @@ def averaged_folds(values: Mapping[str, float], folds: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of a training step; `ratio` is the median over shared seeds against the reference on the same machine.
+    """Time of a training step; `ratio` is the median over shared seeds against the
+    reference on the same machine.
 
     On a CPU it is processor time, so that other programs do not count.
     """
@@ -68,7 +71,8 @@ class Cost:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the mean ratio, from the logarithms of the ratios; NaN with fewer than 3 seeds."""
+        """The 95 % interval of the mean ratio, from the logarithms of the ratios; NaN with fewer
+        than 3 seeds."""
         if len(self.ratios) < FEWEST:
             return math.nan, math.nan
         low, high = t_interval([math.log(ratio) for ratio in self.ratios])
@@ -97,8 +101,8 @@ def cost_of(finals: Sequence[Result]) -> Cost:
 def cost_against(
     cost: Cost, ours: Mapping[str, LoggedRun], theirs: Mapping[str, LoggedRun]
 ) -> Cost:
-    """The ratios of step times of shared seeds, of runs on the same machine and path of kernels, with as many threads
-    and the same malloc."""
+    """The ratios of step times of shared seeds, of runs on the same machine and path of kernels,
+    with as many threads and the same malloc."""
     ratios = []
     for seed, run in ours.items():
         other = theirs.get(seed)
@@ -129,7 +133,8 @@ def cost_against(
 
 
 def in_training(final: Result) -> dict[str, float | None]:
-    """The variance over training, where it was measured: itself, and by the gradient's squared norm."""
+    """The variance over training, where it was measured: itself, and by the
+    gradient's squared norm."""
     found = final.variance or {}
     names = {"training_variance": "trace", "training_variance_normalized": "normalized"}
     return {name: found[kind] for name, kind in names.items() if kind in found}
@@ -150,13 +155,15 @@ def variance_ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> d
 
 
 PAPER_SEEDS = 5
-"""Runs behind a published standard deviation where a recipe does not say: the papers report five seeds."""
+"""Runs behind a published standard deviation where a recipe does not say: the
+papers report five seeds."""
 PaperWord = Literal["reproduced", "not reproduced", "not comparable"]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A figure as published: mean, and standard deviation over n runs where the paper gives them."""
+    """A figure as published: mean, and standard deviation over n runs where
+    the paper gives them."""
 
     mean: float
     sd: float | None = None
@@ -184,7 +191,8 @@ def published_figures(figures: Mapping[str, Any]) -> dict[str, Published]:
 
 
 def effect_agreement(low: float, high: float, published: float) -> str:
-    """How an interval that excludes 0 agrees with a published difference: in direction, and within a factor of two.
+    """How an interval that excludes 0 agrees with a published difference: in direction, and within
+    a factor of two.
 
     >>> effect_agreement(-0.7, -0.45, -15.87), effect_agreement(-1.0, -0.59, -0.57), effect_agreement(-1.1, -0.6, 0.15)
     ('same direction, much smaller', 'same direction and size', 'opposite direction')
@@ -199,7 +207,8 @@ def effect_agreement(low: float, high: float, published: float) -> str:
 
 @dataclass(frozen=True)
 class AgainstPaper:
-    """The word, the reason in words, and the difference ours - paper with its 95 % interval where it exists."""
+    """The word, the reason in words, and the difference ours - paper with its 95 %
+    interval where it exists."""
 
     word: PaperWord
     reason: str
@@ -213,9 +222,10 @@ def against_paper(
 ) -> AgainstPaper:
     """Judge our runs against the published figure, both in the same unit.
 
-    Reproduced: the 95 % interval of the difference (Welch, from means, deviations and counts) contains 0 and is
-    narrow enough to mean something, at most three published standard deviations to each side (2 % of the figure where
-    none is published). Departures from the paper's protocol, and too few runs, make the two not comparable.
+    Reproduced: the 95 % interval of the difference (Welch, from means, deviations and counts)
+    contains 0 and is narrow enough to mean something, at most three published standard deviations
+    to each side (2 % of the figure where none is published). Departures from the paper's protocol,
+    and too few runs, make the two not comparable.
 
     >>> ours = Summary(mean=86.2, sd=0.5, n=5)
     >>> against_paper(ours, Published(86.38, 0.44, 5)).word
@@ -266,10 +276,11 @@ def _welch_half_width(ours: Summary, paper: Published) -> float:
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Runs that diverged, raised or returned no number, among those that ended, beside the baseline's.
+    """Runs that diverged, raised or returned no number, among those that
+    ended, beside the baseline's.
 
-    `low` to `high` is the exact 95 % interval of the rate (Clopper and Pearson), `p` Fisher's exact test against the
-    baseline, `corrected` the same after Holm's correction over the configurations.
+    `low` to `high` is the exact 95 % interval of the rate (Clopper and Pearson), `p` Fisher's exact
+    test against the baseline, `corrected` the same after Holm's correction over the configurations.
     """
 
     failed: int

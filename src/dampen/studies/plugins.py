@@ -1,4 +1,5 @@
-"""The door for plug-ins: data sets, models, tasks, metrics, methods and recipes from outside the package.
+"""The door for plug-ins: data sets, models, tasks, metrics, methods and recipes
+from outside the package.
 
 A plug-in is a module that calls `register` when it is imported:
 
@@ -11,15 +12,16 @@ A plug-in is a module that calls `register` when it is imported:
         models={"resnet": "stars_models:ResNet"},  # a torch.nn.Module class
     )
 
-Each thing is given as "module:attribute", which is imported when its name is first used, or as the object itself.
-dampen loads a plug-in in three ways. A recipe names it, `plugins = ["myplugin"]`. The environment variable
-`DAMPEN_PLUGINS` lists it. Or it is installed, and declares its things as entry points (see `dampen.extensions`).
-A module that is not installed is looked for in the current folder, then from the folder of the recipe upward.
-Workers and Ray processes import the same plug-ins. A plug-in is no part of the identity of a run: a recipe that
-names it has the same runs as one that does not.
+Each thing is given as "module:attribute", which is imported when its name is first used, or as the
+object itself. dampen loads a plug-in in three ways. A recipe names it, `plugins = ["myplugin"]`.
+The environment variable `DAMPEN_PLUGINS` lists it. Or it is installed, and declares its things as
+entry points (see `dampen.extensions`). A module that is not installed is looked for in the current
+folder, then from the folder of the recipe upward. Workers and Ray processes import the same
+plug-ins. A plug-in is no part of the identity of a run: a recipe that names it has the same runs as
+one that does not.
 
-This module also holds what a plug-in needs to write readers, metrics and losses. The folder `reproductions` of
-dampen's repository is the first plug-in and imports nothing else of the studies.
+This module also holds what a plug-in needs to write readers, metrics and losses. The folder
+`reproductions` of dampen's repository is the first plug-in and imports nothing else of the studies.
 """
 
 from __future__ import annotations
@@ -183,11 +185,11 @@ def register(plugin: str, **kinds: Mapping[str, Any]) -> None:
     Args:
         plugin: the plug-in's `__name__`.
         kinds: `data`, `transforms`, `augmentations`, `models`, `tasks`, `metrics`, `methods`,
-            `engines`, `loggers`, `recipes`, `figures`, `formulations` or `diagnoses`; each a table from a name to
-            the thing, or to "module:attribute". Recipes are paths of TOML files. A figure is a
-            function of a ResultTable and a Palette that returns a Figure for the report, or None. A formulation
-            is a step that `dampen bench` times beside a method: see `dampen.studies.bench`. A diagnosis is a `Section`
-            that `dampen diagnose` measures.
+            `engines`, `loggers`, `recipes`, `figures`, `formulations` or `diagnoses`; each a table
+            from a name to the thing, or to "module:attribute". Recipes are paths of TOML files. A
+            figure is a function of a ResultTable and a Palette that returns a Figure for the
+            report, or None. A formulation is a step that `dampen bench` times beside a method: see
+            `dampen.studies.bench`. A diagnosis is a `Section` that `dampen diagnose` measures.
     """
     for kind, things in kinds.items():
         if kind not in KINDS:
@@ -216,15 +218,16 @@ def load_plugins(names: Iterable[str], near: Path | None = None) -> None:
 
     Args:
         names: as in a recipe, `plugins = ["reproductions"]`.
-        near: a file; where a module is neither installed nor in the current folder, the folders above this file are
-            searched.
+        near: a file; where a module is neither installed nor in the current folder, the folders
+            above this file are searched.
     """
     for name in names:
         _load(name, _folders(near))
 
 
 def folder_of(module: str, near: Path | None = None) -> Path | None:
-    """The folder from which `load_plugins` would import a module; None where it is not in one of these.
+    """The folder from which `load_plugins` would import a module; None where
+    it is not in one of these.
 
     Args:
         module: the first part of a plug-in's name.

@@ -1,6 +1,8 @@
-"""What the differences seen so far predict: how many seeds decide, what a selected effect is worth, what to distrust.
+"""What the differences seen so far predict: how many seeds decide, what a selected effect is worth,
+what to distrust.
 
-`benchmarks/verdict_limits.py` simulates each of these; the committed record is `benchmarks/records/verdict_limits.json`.
+`benchmarks/verdict_limits.py` simulates each of these; the committed record is
+`benchmarks/records/verdict_limits.json`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from dampen.studies.stats import (
 )
 
 LIKELY = (0.5, 0.8)
-"""The range of seeds: at its lower end so many of such studies are conclusive, at its upper end so many."""
+"""The range of seeds: at its lower end so many of such studies are conclusive, at
+its upper end so many."""
 MOST_PROMISED = 100
-"""A range that ends above this number of seeds, or four times those there are, is not promised: the effect may as well
-be 0."""
+"""A range that ends above this number of seeds, or four times those there are, is not promised: the
+effect may as well be 0."""
 NODES, DRAWS = 64, 400
-"""Quantiles that the variance is averaged over, and simulated continuations of a sequential study."""
+"""Quantiles that the variance is averaged over, and simulated continuations
+of a sequential study."""
 
 
 def seeds_to_conclusion(
@@ -38,10 +42,12 @@ def seeds_to_conclusion(
     margin: float | None,
     sequential: bool = False,
 ) -> tuple[int, int] | None:
-    """The numbers of seeds at which 50 % and 80 % of the studies that began like this one are conclusive.
+    """The numbers of seeds at which 50 % and 80 % of the studies that began like
+    this one are conclusive.
 
-    The true mean and standard deviation are not known: both are averaged over what the differences leave possible (the
-    flat prior, under which the mean has Student's t distribution). None where 80 % is out of reach of `most_promised`.
+    The true mean and standard deviation are not known: both are averaged over what the differences
+    leave possible (the flat prior, under which the mean has Student's t distribution). None where
+    80 % is out of reach of `most_promised`.
 
     Args:
         differences: paired, one per shared seed.
@@ -97,7 +103,8 @@ def _fixed_curve(
 def _sequential_curve(
     differences: Sequence[float], level: float, equal_level: float, margin: float | None
 ) -> np.ndarray:
-    """The same for the e-process, by simulation of how the study continues; the margin does not end it here."""
+    """The same for the e-process, by simulation of how the study continues; the margin
+    does not end it here."""
     rng, n = np.random.default_rng(0), len(differences)
     mean, sd = statistics.fmean(differences), deviation(differences)
     sds = sd * np.sqrt((n - 1) / rng.chisquare(n - 1, (DRAWS, 1)))
@@ -110,11 +117,12 @@ def _sequential_curve(
 
 
 def shrunk_effect(differences: Sequence[float], level: float) -> float:
-    """A significant mean difference without the optimism of having been selected for it (the winner's curse).
+    """A significant mean difference without the optimism of having been selected for it (the
+    winner's curse).
 
-    The median-unbiased estimate given significance: the true standardized effect at which half of the t statistics
-    beyond the critical value lie beyond the observed one. Between 0 and the observed mean; NaN where the difference is
-    not significant at this level.
+    The median-unbiased estimate given significance: the true standardized effect at which half of
+    the t statistics beyond the critical value lie beyond the observed one. Between 0 and the
+    observed mean; NaN where the difference is not significant at this level.
 
     Args:
         differences: paired, one per shared seed.
@@ -152,12 +160,13 @@ FALSE_CLAIMS = {
     16: (0.072, 0.140),
     24: (0.070, 0.127),
 }
-"""False claims of the t-test at 5 % where differences are lognormal, of log standard deviation 0.5 and 1, by number of
-seeds. From `benchmarks/records/verdict_limits.json`."""
+"""False claims of the t-test at 5 % where differences are lognormal, of log standard deviation 0.5
+and 1, by number of seeds. From `benchmarks/records/verdict_limits.json`."""
 
 
 def false_claims_to_expect(differences: Sequence[float]) -> tuple[float, float] | None:
-    """The rate of false claims, as a range, where the differences are strongly skewed; None where they are not.
+    """The rate of false claims, as a range, where the differences are strongly skewed;
+    None where they are not.
 
     Args:
         differences: paired, one per shared seed.
@@ -192,7 +201,8 @@ FAR = 7.0
 
 
 def outlying_seeds(values: Mapping[str, float]) -> list[str]:
-    """Seeds whose value lies far from the others: more than `FAR` times 1.4826 of the median absolute deviation.
+    """Seeds whose value lies far from the others: more than `FAR` times 1.4826 of the median
+    absolute deviation.
 
     Args:
         values: by seed; of fewer than five none is called an outlier.

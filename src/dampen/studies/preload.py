@@ -1,4 +1,5 @@
-"""Imported once by the server that workers are forked from; see processes.py. It imports what a run needs."""
+"""Imported once by the server that workers are forked from; see processes.py. It
+imports what a run needs."""
 
 import importlib
 

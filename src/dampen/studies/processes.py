@@ -1,4 +1,5 @@
-"""How studies start processes: on Linux from a server that has imported torch and Fabric once, elsewhere afresh."""
+"""How studies start processes: on Linux from a server that has imported torch and Fabric once,
+elsewhere afresh."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ SERVER_OF = "DAMPEN_SERVER_OF"
 def context() -> Any:
     """The way to start workers and ranks.
 
-    Importing torch and Fabric takes seconds. On Linux a fork server does it once, and every worker, every rank and
-    every replacement of a worker that died starts from there at once. Nothing is computed in the server, so that no
-    thread pool exists when it forks.
+    Importing torch and Fabric takes seconds. On Linux a fork server does it once, and every worker,
+    every rank and every replacement of a worker that died starts from there at once. Nothing is
+    computed in the server, so that no thread pool exists when it forks.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -38,11 +39,13 @@ def context() -> Any:
 
 @contextmanager
 def end_with_parent() -> Iterator[None]:
-    """End this process, the server that workers are forked from, when its parent is gone while the block runs.
+    """End this process, the server that workers are forked from, when its parent is
+    gone while the block runs.
 
-    The server looks for its parent only between requests. Importing torch takes seconds, in which it would outlive a
-    command that has failed and hold its output open (`dampen ... | tee log` would wait). So a thread watches, and has
-    ended before anything is forked. In any other process the block runs as it is: doctests import every module.
+    The server looks for its parent only between requests. Importing torch takes seconds, in which
+    it would outlive a command that has failed and hold its output open (`dampen ... | tee log`
+    would wait). So a thread watches, and has ended before anything is forked. In any other process
+    the block runs as it is: doctests import every module.
     """
     if not any("multiprocessing.forkserver" in word for word in sys.orig_argv):
         yield
@@ -56,7 +59,8 @@ def end_with_parent() -> Iterator[None]:
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    # Sent to the whole group, these are meant for the command; the server goes with it, and without a word.
+    # Sent to the whole group, these are meant for the command; the server goes
+    # with it, and without a word.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _polite(signal.SIG_IGN)
     try:
@@ -67,7 +71,8 @@ def end_with_parent() -> Iterator[None]:
 
 
 def start(target: Any, *arguments: Any) -> tuple[Any, Any]:
-    """Start `target(pipe, *arguments)` in a new process; return the process and our end of its pipe."""
+    """Start `target(pipe, *arguments)` in a new process; return the process
+    and our end of its pipe."""
     from_here = context()
     ours, theirs = from_here.Pipe()
     process = from_here.Process(target=_begin, args=(dict(os.environ), target, theirs, *arguments))
@@ -78,8 +83,9 @@ def start(target: Any, *arguments: Any) -> tuple[Any, Any]:
 
 
 def stop_on_signals(handler: Any) -> None:
-    """What a worker does with the polite signals. Ctrl-C is left to the parent; SIGTERM and SIGHUP reach the whole
-    group too when a scheduler or a closing terminal sends them, and must not kill a worker before its checkpoint."""
+    """What a worker does with the polite signals. Ctrl-C is left to the parent; SIGTERM and SIGHUP
+    reach the whole group too when a scheduler or a closing terminal sends them, and must not kill a
+    worker before its checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _polite(handler)
 
@@ -103,7 +109,8 @@ def _polite(handler: Any) -> None:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Start processes that do not run the user's script again: it may start a comparison without a guard.
+    """Start processes that do not run the user's script again: it may start a
+    comparison without a guard.
 
     Nothing of `__main__` is needed in them: what comes from there is sent by value.
     """
@@ -131,7 +138,8 @@ ALONE_SECONDS = 3.5
 
 
 def end_soon_after_parent() -> None:
-    """End this worker `ALONE_SECONDS` after its parent is gone, whatever the user's function does."""
+    """End this worker `ALONE_SECONDS` after its parent is gone, whatever the
+    user's function does."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -155,8 +163,9 @@ def warm_up() -> None:
 
 
 def _end_server() -> None:
-    """End the server with this process. While it still imports it does not notice that nobody needs it any more, and
-    keeps open what it inherited: a program that reads our output through a pipe would wait for it."""
+    """End the server with this process. While it still imports it does not notice that nobody needs
+    it any more, and keeps open what it inherited: a program that reads our output through a pipe
+    would wait for it."""
     from multiprocessing import forkserver
 
     # Private, in every Python from 3.4 on; without it the server ends by itself, only later.
@@ -177,8 +186,8 @@ def _end_server() -> None:
 AS_FOUND = "as found"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SIZES = (2**30, 2**25)
-"""Bytes: blocks up to this stay on the heap, and free memory at its end below this is not given back. Older versions of
-glibc refuse the first."""
+"""Bytes: blocks up to this stay on the heap, and free memory at its end below this is not given
+back. Older versions of glibc refuse the first."""
 
 _kept = False
 
@@ -186,8 +195,8 @@ _kept = False
 def keep_freed_memory() -> bool:
     """Change this process's malloc for good; whether it could be done.
 
-    What the user has said about malloc in the environment (`MALLOC_...`, `GLIBC_TUNABLES`) stays in force, and other C
-    libraries stay as they are.
+    What the user has said about malloc in the environment (`MALLOC_...`, `GLIBC_TUNABLES`) stays in
+    force, and other C libraries stay as they are.
     """
     global _kept
     if not _said() and platform.libc_ver()[0] == "glibc":

@@ -1,27 +1,37 @@
 """Recipes: a comparison as TOML data. `plan.py` turns one into trials.
 
     title, paper, table, cost, command      what it reproduces, what it takes, what to type
-    plugins = ["reproductions"]             modules with data sets, models and more: see `dampen.studies.plugins`
-    departures = ["..."]                    every difference from the paper, in words
-    metric = "accuracy"                     the test metric the table shows
+    plugins = ["reproductions"]             modules with data sets, models and more: see
+    `dampen.studies.plugins` departures = ["..."]                    every difference from the
+    paper, in words metric = "accuracy"                     the test metric the table shows
     scale = "laptop"                        the default scale
-    report = "best" | "all"                 choose the best grid point on validation, or show all of them
-    [base]                                  data, model, train, methods, sites, seeds of every row; pretrain = { ... }:
-                                            what differs in a masked autoencoder's training that goes before
-    [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces "$lambda"
-    tuning_seeds = [1000, 1001, 1002]       in [base] or a scale: choose each row's setting by the mean of validation on
-                                            these seeds first, then train it on `seeds`, which must be others
-    [search]                                in place of [grid], also in a scale: every row is tuned, the baseline too
-    settings = 12                           per row, each on all tuning seeds: at least 3 (default: 10000 to 10002),
+    report = "best" | "all"                 choose the best grid point on
+    validation, or show all of them
+    [base]                                  data, model, train, methods, sites, seeds of every row;
+    pretrain = { ... }:
+                                            what differs in a masked autoencoder's
+                                            training that goes before
+    [grid]                                  "train.lr" = [...] sets a value; lambda = [...] replaces
+    "$lambda" tuning_seeds = [1000, 1001, 1002]       in [base] or a scale: choose each row's
+    setting by the mean of validation on
+                                            these seeds first, then train it on
+                                            `seeds`, which must be others
+    [search]                                in place of [grid], also in a scale: every row is tuned,
+    the baseline too settings = 12                           per row, each on all tuning seeds: at
+    least 3 (default: 10000 to 10002),
                                             fewer only where a scale names its own
-    "train.lr" = { low = 1e-3, high = 1e-2, log = true }    a range of every row, with the same values in all rows
-    rate = { low = 0.05, high = 0.6 }       a range of the rows that say "$rate"; weight = [0.3, 1, 3]: a list
-                                            A choice at the end of a range extends it once; min, max bound that
-    [scales.laptop]                         what differs at that scale (also cost, departures, rows = [...] to run)
-    [[rows]]                                name, methods and what else differs; published = { accuracy = [86.4, 0.4] };
-                                            search = { rate = { low = 0.1, high = 0.9 } } where its range is another,
-                                            search = { "train.lr" = false } where it is not searched;
-                                            scales.laptop = { ... } where the row differs at one scale
+    "train.lr" = { low = 1e-3, high = 1e-2, log = true }    a range of every row, with the same
+    values in all rows rate = { low = 0.05, high = 0.6 }       a range of the rows that say "$rate";
+    weight = [0.3, 1, 3]: a list
+                                            A choice at the end of a range extends it
+                                            once; min, max bound that
+    [scales.laptop]                         what differs at that scale (also cost, departures,
+    rows = [...] to run) [[rows]]                                name, methods and what else
+    differs; published = { accuracy = [86.4, 0.4] };
+                                            search = { rate = { low = 0.1, high = 0.9 } } where its
+                                            range is another, search = { "train.lr" = false } where
+                                            it is not searched; scales.laptop = { ... } where the
+                                            row differs at one scale
 
 Percentages are published as percent, in recipes as in papers.
 """
@@ -95,7 +105,8 @@ class Recipe:
     plugins: list[str] = field(default_factory=list)
 
     def at(self, scale: str | None) -> dict[str, Any]:
-        """The base at a scale: data, model, train, methods, sites, seeds, grid, cost, departures."""
+        """The base at a scale: data, model, train, methods, sites, seeds,
+        grid, cost, departures."""
         scale = scale or self.scale
         if scale not in self.scales:
             raise ConfigError(
@@ -122,7 +133,8 @@ class Recipe:
         return {**merged, "grid": grid, "search": search, "rows": rows, **header}
 
     def code(self) -> list[str]:
-        """The code that the recipe names and that this process has not imported: plug-ins, methods in files."""
+        """The code that the recipe names and that this process has not imported:
+        plug-ins, methods in files."""
         found = [f"the plug-in {name}" for name in self.plugins if name not in sys.modules]
         return found + [f"the method {name}" for name in sorted(_files_in(vars(self)))]
 
@@ -133,7 +145,8 @@ class Recipe:
         problems = []
         if SETTINGS not in search:
             problems.append(
-                "search.settings: missing; say how many settings each row gets, such as settings = 12"
+                "search.settings: missing; say how many "
+                "settings each row gets, such as settings = 12"
             )
         if len(seeds) < FEWEST_TUNING and not own:
             problem = f"tuning_seeds: a search needs at least {FEWEST_TUNING}, got {seeds}: one seed chooses by luck"
@@ -153,7 +166,8 @@ def _files_in(value: Any) -> set[str]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables are merged key by key; a model or data set with another name replaces the old one wholly.
+    """Tables are merged key by key; a model or data set with another name
+    replaces the old one wholly.
 
     Args:
         base: a table.
@@ -183,7 +197,8 @@ def list_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name: str, import_plugins: bool = True) -> Recipe:
-    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are reported at once.
+    """A recipe by the path of a TOML file, or by a name that a plug-in gave it; all problems are
+    reported at once.
 
     Args:
         name: a path, or the name that a plug-in gave it.
@@ -215,7 +230,8 @@ def load_recipe(name: str, import_plugins: bool = True) -> Recipe:
 
 
 def _where(name: str, known: Mapping[str, Path]) -> str:
-    """Where a recipe of dampen's repository lies, as seen from the current folder, or the nearest name."""
+    """Where a recipe of dampen's repository lies, as seen from the current
+    folder, or the nearest name."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         path = folder / "reproductions" / f"{name.removesuffix('.toml')}.toml"
@@ -379,7 +395,8 @@ def _check_published_grid(points: Any, path: str) -> list[str]:
     )
     if not good:
         return [
-            f"{path}: expected a list of {{ grid = {{ ... }}, published = {{ ... }} }}, got {points!r}"
+            f"{path}: expected a list of {{ grid = {{ ... }}, "
+            f"published = {{ ... }} }}, got {points!r}"
         ]
     return [
         p
@@ -445,10 +462,14 @@ def demo_recipe(known: list[str], seeds: int = DEMO_SEEDS) -> Recipe:
         cost="about 3 minutes on two quiet cores",
         command="dampen demo",
         departures=[
-            "handwritten digits (8 x 8) and a 2-layer ViT: a demonstration, not a table of any paper",
-            "rates, weights and the number of epochs were chosen before, on validation, with other seeds than these",
-            "the baseline and every method have a weight decay of 1.0, near what validation selects for the baseline "
-            "(1.47 in reproductions/small_data/digits); with the usual 0.05 most methods seem to gain 2 to 4 points more",
+            "handwritten digits (8 x 8) and a 2-layer ViT: "
+            "a demonstration, not a table of any paper",
+            "rates, weights and the number of epochs were chosen before, "
+            "on validation, with other seeds than these",
+            "the baseline and every method have a weight decay of 1.0, near "
+            "what validation selects for the baseline "
+            "(1.47 in reproductions/small_data/digits); with the usual 0.05 "
+            "most methods seem to gain 2 to 4 points more",
         ],
         metric="accuracy",
         base={

@@ -1,4 +1,5 @@
-"""Turn a comparison request into a run plan: configurations x seeds of a user's function, or of the built-in trainer."""
+"""Turn a comparison request into a run plan: configurations x seeds of a user's function, or of the
+built-in trainer."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ from dampen.studies.user_code import Code
 
 @dataclass
 class ComparisonRequest:
-    """A comparison that can start: the recipe, its plan, where it goes, and the function where there is one."""
+    """A comparison that can start: the recipe, its plan, where it goes, and the function where
+    there is one."""
 
     recipe: Recipe
     plan: Comparison
@@ -85,7 +87,8 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 
 
 def metric_of(metric: str | Sequence[str] | None) -> tuple[str, str] | None:
-    """`"accuracy"`, `"rmse:min"` or `("rmse", "min")`; the direction follows from the name where it is not said.
+    """`"accuracy"`, `"rmse:min"` or `("rmse", "min")`; the direction follows from the
+    name where it is not said.
 
     Args:
         metric: as the user gave it, or None.
@@ -121,7 +124,8 @@ def request_own(
     resume: bool = True,
     command: Sequence[str] = (),
 ) -> ComparisonRequest:
-    """The comparison of a user's own training; `settings` are parameters as on the command line, `lr=0.1`."""
+    """The comparison of a user's own training; `settings` are parameters as on the
+    command line, `lr=0.1`."""
     rows = read_rows(methods, reference)
     judged = metric_of(metric)
     params = {**(params or {}), **_parameters(settings)}
@@ -169,7 +173,8 @@ def request_own(
 
 
 def _check_metric(metric: str, plan: Comparison, folder: Path) -> None:
-    """Refuse a metric that no recorded run has: it was not returned, and further runs would not return it either."""
+    """Refuse a metric that no recorded run has: it was not returned, and further runs would not
+    return it either."""
     logged = (read_run(folder / id, run) for id, run in plan.runs.items())
     known = [run.final.test for run in logged if run and run.final and run.final.test]
     if known and not any(metric in test for test in known):
@@ -188,7 +193,8 @@ def _parameters(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_both(settings: Sequence[str], rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a value that --set and the params(...) of a row both say: nobody could know which one is meant.
+    """Refuse a value that --set and the params(...) of a row both say: nobody could
+    know which one is meant.
 
     Args:
         settings: as on the command line.
@@ -196,7 +202,8 @@ def _refuse_both(settings: Sequence[str], rows: Mapping[str, Mapping[str, Any]])
     """
     said = {setting.partition("=")[0]: setting for setting in settings}
     problems = [
-        f"--set {said[key]} and params({key.rpartition('.')[2]}={value!r}) of row {name!r}: say one of them"
+        f"--set {said[key]} and "
+        f"params({key.rpartition('.')[2]}={value!r}) of row {name!r}: say one of them"
         for name, values in rows.items()
         for key, value in values.items()
         if key in said
@@ -240,8 +247,8 @@ def recipe_of(
 
 
 def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
-    """The plan of a comparison. Problems are reported in words of the comparison, since nobody wrote a recipe. What is wrong
-    in every configuration is reported once."""
+    """The plan of a comparison. Problems are reported in words of the comparison, since nobody
+    wrote a recipe. What is wrong in every configuration is reported once."""
     try:
         return make_comparison(recipe, settings=settings)
     except ConfigError as error:
@@ -265,7 +272,8 @@ def planned(recipe: Recipe, settings: Sequence[str] = ()) -> Comparison:
 def sent(
     function: Function, plan: Comparison, rows: Rows, metric: tuple[str, str] | None
 ) -> Function:
-    """The function with what its trials need: names of rows, regularizers without a plain form, the metric."""
+    """The function with what its trials need: names of rows, regularizers without a
+    plain form, the metric."""
     names = plan.config_of_run()
     return replace(
         function, rows=names, objects={**function.objects, **rows.objects}, metric=metric
@@ -275,7 +283,8 @@ def sent(
 def _folder(
     folder: Path | str | None, out: Path | str, name: str, kind: dict[str, Any], resume: bool
 ) -> Path:
-    """Same function and parameters, same folder; the code is not part of it, so that its changes can be reported."""
+    """Same function and parameters, same folder; the code is not part of it, so that its changes
+    can be reported."""
     mark = hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:8]
     place = Path(folder) if folder is not None else Path(out) / f"{name}-{mark}"
     if resume or not (place / "plan.json").exists():
@@ -290,7 +299,8 @@ def _folder(
 
 
 def _code(section: dict[str, Any], folder: Path, same_code: bool, code: Code) -> tuple[str, str]:
-    """The hash that trials are known by, and what to say where the code is another than that of earlier records."""
+    """The hash that trials are known by, and what to say where the code is another than that of
+    earlier records."""
     if not (folder / "plan.json").exists():
         return section["code"], ""
     earlier = load_comparison(folder)
@@ -307,14 +317,16 @@ def _code(section: dict[str, Any], folder: Path, same_code: bool, code: Code) ->
         told = f"The code of {section['name']} differs from that of the recorded trials; they count all the same."
         return min(done), told
     return section["code"], (
-        f"The code of {section['name']} has changed since {_count(earlier, folder)} were recorded: new trials are run. "
+        f"The code of {section['name']} has changed since "
+        f"{_count(earlier, folder)} were recorded: new trials are run. "
         f"Those of the older code stay in {folder} and are listed as such. "
         "same_code=True (--ignore-code-change) would count them."
     )
 
 
 def _older(files: Sequence[Path], folder: Path) -> bool:
-    """Whether no file was changed after the first result was recorded, by an older rule that did not track them."""
+    """Whether no file was changed after the first result was recorded, by an older rule that did
+    not track them."""
     recorded = min(p.stat().st_mtime for p in folder.glob("*/final.json"))
     return all(file.stat().st_mtime <= recorded for file in files)
 
@@ -325,7 +337,8 @@ def _count(plan: Comparison, folder: Path) -> str:
 
 
 def with_recorded(plan: Comparison, folder: Path) -> Comparison:
-    """The plan, with the rows and seeds that were recorded here before under the same conditions."""
+    """The plan, with the rows and seeds that were recorded here before
+    under the same conditions."""
     if not (folder / "plan.json").exists():
         return plan
     earlier = load_comparison(folder)
@@ -339,7 +352,8 @@ def with_recorded(plan: Comparison, folder: Path) -> Comparison:
     }
     if not recorded:
         return plan
-    # What is requested now may run. What an earlier plan in this folder names may not, it can come from others.
+    # What is requested now may run. What an earlier plan in this folder names may not,
+    # it can come from others.
     wanted = {kept.what for kept in code_of_plan(plan, folder)}
     strange = [kept for kept in code_of_plan(earlier, folder) if kept.what not in wanted]
     require_approval(folder, strange)
@@ -416,7 +430,8 @@ def request_parts(
 
 
 def _judged(said: tuple[str, str] | None, task: str) -> str:
-    """The metric that judges: the one that was said, if the task's trainer measures it, else the task's own."""
+    """The metric that judges: the one that was said, if the task's trainer measures
+    it, else the task's own."""
     if said is None:
         return primary(task)[0]
     name, way = said
@@ -443,7 +458,8 @@ def comparison(
 
 
 def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts]:
-    """The data of the trials as plain data, and where it is. A user's own has a fingerprint of its content."""
+    """The data of the trials as plain data, and where it is. A user's own has a
+    fingerprint of its content."""
     if callable(data) or (isinstance(data, str) and ".py:" in data):
         function = as_function(data) if callable(data) else function_in_file(data, "--data")
         content = content_hash(read_function(function.load(), function.code.name))
@@ -467,7 +483,8 @@ def data_section(data: Any, data_dir: str | None) -> tuple[dict[str, Any], Parts
 
 
 def fingerprint_of_set(name: str, data_dir: str | None) -> str | None:
-    """The fingerprint of the data that a general reader finds: its files are the user's own, and no official set."""
+    """The fingerprint of the data that a general reader finds: its files are the user's own, and no
+    official set."""
     place = locate(name, data_dir) if name in DATASETS and DATASETS[name].general else None
     return fingerprint(place) if place is not None else None
 
@@ -506,7 +523,8 @@ def model_section(model: Any, parts: Parts) -> tuple[dict[str, Any] | None, Part
 
 
 def _arguments(text: str) -> tuple[str, dict[str, Any]]:
-    """`vit(width=64)`, `timm/vit_tiny_patch16_224(drop_rate=0.1)`, `file.py:build(depth=3)`: name and arguments."""
+    """`vit(width=64)`, `timm/vit_tiny_patch16_224(drop_rate=0.1)`, `file.py:build(depth=3)`: name
+    and arguments."""
     name, bracket, rest = text.partition("(")
     if not bracket:
         return text.strip(), {}
@@ -520,7 +538,8 @@ def _arguments(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def plain_rows(rows: Rows) -> Rows:
-    """The rows without their parameters; the built-in trainer cannot take regularizers that have no plain form."""
+    """The rows without their parameters; the built-in trainer cannot take regularizers
+    that have no plain form."""
     if rows.objects:
         named = [r.name for r in rows.rows if any("object" in m for m in r.methods)]
         problem = (
@@ -546,7 +565,8 @@ def _leaves(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sections(params: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Parameters such as weight_decay, label_smoothing, patience or mixup, in the sections that they belong to."""
+    """Parameters such as weight_decay, label_smoothing, patience or mixup, in the sections that
+    they belong to."""
     found: dict[str, Any] = {}
     problems = []
     for key, value in params.items():
@@ -607,7 +627,8 @@ def _command(data: Any, model: Any, methods: Any, seeds: Any, settings: Sequence
 
 
 def builtin_dropout(folder: str | None, model: Mapping[str, Any]) -> dict[str, float]:
-    """The rates above 0 of the model's configuration, as the trial changes them; none for a model that is no folder."""
+    """The rates above 0 of the model's configuration, as the trial changes them; none for a model
+    that is no folder."""
     path = Path(folder or "") / "config.json"
     if folder is None or not path.is_file():
         return {}
@@ -626,7 +647,8 @@ def builtin_dropout_warning(rates: Mapping[str, float], name: str) -> str:
     """In a sentence, with what to write instead; empty where nothing is dropped.
 
     >>> print(builtin_dropout_warning({"hidden_dropout_prob": 0.1}, "hf/bert"))
-    hf/bert drops by itself (hidden_dropout_prob=0.1), in every row, plain too; to compare with a model that does not, \
+    hf/bert drops by itself (hidden_dropout_prob=0.1), in every row, plain too; to compare with a
+    model that does not, \
 write --set model.hidden_dropout_prob=0.0
     """
     if not rates:

@@ -1,8 +1,9 @@
 """What a trial leaves behind, typed: its result (final.json) and the lines of its log.
 
-`FORMAT` is written with every result; records from before it was have format 0 and load as they are.
-Since format 2 `data.drawn` names the splits that the study drew itself. A field that an
-older record does not have takes its default, a field that this version does not know is left alone on disk.
+`FORMAT` is written with every result; records from before it was have format 0 and load as they
+are. Since format 2 `data.drawn` names the splits that the study drew itself. A field that an
+older record does not have takes its default, a field that this version does not
+know is left alone on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FORMAT = 2
 
 
 class Detected(msgspec.Struct):
-    """One test image as a detector saw it; places are fractions of the image: left, top, right, bottom."""
+    """One test image as a detector saw it; places are fractions of the image:
+    left, top, right, bottom."""
 
     image: str  # the data address of a small JPEG file
     truth: list[tuple[str, float, float, float, float]] = []
@@ -28,7 +30,8 @@ class Detected(msgspec.Struct):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """The result of a trial. A finished one has `test` and `valid`; a diverged one says why it stopped."""
+    """The result of a trial. A finished one has `test` and `valid`; a diverged
+    one says why it stopped."""
 
     id: str
     status: Literal["finished", "diverged"]
@@ -70,7 +73,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def step_time(self) -> float | None:
-        """The time of a step that ratios are made of: processor time on the CPU, wall time elsewhere."""
+        """The time of a step that ratios are made of: processor time on the
+        CPU, wall time elsewhere."""
         return (
             self.step_cpu_seconds
             if self.device == "cpu" and self.step_cpu_seconds
@@ -84,7 +88,8 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class LogLine(msgspec.Struct, kw_only=True):
-    """One line of log.jsonl: an epoch of our trainer, or whatever a user's own training function logged at a step."""
+    """One line of log.jsonl: an epoch of our trainer, or whatever a user's own training function
+    logged at a step."""
 
     step: int = 0
     epoch: float | None = None
@@ -103,13 +108,15 @@ class LogLine(msgspec.Struct, kw_only=True):
         return self.step if self.epoch is None else self.epoch
 
     def measured(self, name: Literal["conditioning", "variance"]) -> list[dict[str, Any]]:
-        """What our trainer measured at this line; empty where a user's own log has another thing of that name."""
+        """What our trainer measured at this line; empty where a user's own log has
+        another thing of that name."""
         found = getattr(self, name)
         return found if isinstance(found, list) else []
 
 
 def parse_result(content: Any, id: str | None = None) -> Result:
-    """A result from plain data; raises LabError with what is wrong. `id` is the trial it must belong to."""
+    """A result from plain data; raises LabError with what is wrong. `id` is the
+    trial it must belong to."""
     final = _convert(finite(content), Result, "final.json")
     if id is not None and final.id != id:
         raise LabError(f"final.json belongs to trial {final.id}, config.json to {id}")
@@ -122,7 +129,8 @@ def parse_result(content: Any, id: str | None = None) -> Result:
 
 
 def on_one_axis(lines: list[LogLine]) -> list[LogLine]:
-    """The lines of a log that all have an epoch of their own, or all lie at their steps: a curve has one axis.
+    """The lines of a log that all have an epoch of their own, or all lie at their
+    steps: a curve has one axis.
 
     Args:
         lines: of one log; changed in place.
@@ -163,7 +171,8 @@ Section = dict[str, Any]
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
-    """The measurements of one trained model; a section that was not measured is empty, and `skipped` may say why."""
+    """The measurements of one trained model; a section that was not measured is empty, and
+    `skipped` may say why."""
 
     format: int = 0
     name: str = ""
@@ -216,8 +225,8 @@ def parse_diagnosis(content: Any) -> Diagnosis:
 
 
 def diagnosed(measured: Diagnosis) -> dict[str, float]:
-    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration, gradients, the gap,
-    and how widely attention is spread, as a mean over the layers.
+    """The single numbers of a diagnosis: the strongest attacks, mean corruption, calibration,
+    gradients, the gap, and how widely attention is spread, as a mean over the layers.
     """
     found: dict[str, Any] = {}
     for attack in ("pgd", "fgsm"):

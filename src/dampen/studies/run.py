@@ -1,4 +1,5 @@
-"""One trial: everything that decides its result, as plain data, under the name of its content hash."""
+"""One trial: everything that decides its result, as plain data, under the
+name of its content hash."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from dampen.studies.methods_text import (
 )
 
 FORMAT = 2
-"""Part of every hash: raise it when a default changes its meaning. Stored trials without a format have format 1.
+"""Part of every hash: raise it when a default changes its meaning. Stored trials
+without a format have format 1.
 
 Format 1 drew one split for all seeds where it was not said; since format 2 each seed draws its own.
 """
@@ -34,12 +36,14 @@ PRETRAIN = ("data", "model", "train", "methods", "sites")
 ENCODER = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp")
 """The arguments that a ViT and the masked autoencoder around it share."""
 FUNCTION = ("name", "code", "params")
-"""What is known of a user's own training function: file and name, the hash of its code, the parameters it gets."""
+"""What is known of a user's own training function: file and name, the hash of its code, the
+parameters it gets."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How to train. Lengths are in epochs; `batch_size` counts the samples of one optimizer step, over all devices."""
+    """How to train. Lengths are in epochs; `batch_size` counts the samples of one optimizer step,
+    over all devices."""
 
     epochs: int = 20
     max_steps: int | None = None
@@ -77,7 +81,8 @@ class TrainOptions:
     )
 
     def steps_per_epoch(self, examples: int) -> int:
-        """Whole batches in so many training examples; raises ConfigError, with what to say, where there is not one."""
+        """Whole batches in so many training examples; raises ConfigError, with what to say, where
+        there is not one."""
         if examples >= self.batch_size:
             return examples // self.batch_size
         fitting = 2 ** max(0, examples.bit_length() - 2)  # two batches or more
@@ -123,16 +128,20 @@ class TrainOptions:
             return found
         if self.batch_size % (self.accumulate * self.devices):
             found.append(
-                f"{path}batch_size: {self.batch_size} samples cannot be shared by {self.devices} devices in "
-                f"{self.accumulate} equal parts; choose a multiple of {self.accumulate * self.devices}"
+                f"{path}batch_size: {self.batch_size} samples "
+                f"cannot be shared by {self.devices} devices in "
+                f"{self.accumulate} equal parts; choose a "
+                f"multiple of {self.accumulate * self.devices}"
             )
         if self.variance_every is not None and (self.devices > 1 or self.accumulate > 1):
             found.append(
-                f"{path}variance_every: the gradient of a whole batch is measured on one device, accumulate 1"
+                f"{path}variance_every: the gradient of a whole "
+                "batch is measured on one device, accumulate 1"
             )
         if self.precision == "fp16" and self.strategy == "fsdp" and self.devices > 1:
             found.append(
-                f"{path}precision: fp16 needs a gradient scaler, which fsdp does not have here; use bf16"
+                f"{path}precision: fp16 needs a gradient "
+                "scaler, which fsdp does not have here; use bf16"
             )
         return found
 
@@ -178,7 +187,8 @@ class Run:
 
     @classmethod
     def from_stored(cls, mapping: Mapping[str, Any], what: str = "The trial") -> Run:
-        """Read the trial of a plan or a record, which may be older than the format that is written today.
+        """Read the trial of a plan or a record, which may be older than the
+        format that is written today.
 
         Args:
             mapping: plain data, as a plan or a record has it.
@@ -188,7 +198,8 @@ class Run:
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any], path: str = "") -> tuple[Run | None, list[str]]:
-        """The trial, if it could be read, and all problems of its shape; names are for `validate.check_trial`.
+        """The trial, if it could be read, and all problems of its shape; names are for
+        `validate.check_trial`.
 
         Args:
             mapping: plain data.
@@ -207,7 +218,8 @@ class Run:
             section = mapping.get(key)
             if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
                 problems.append(
-                    f"{path}{key}.name: missing; say which {'data set' if key == 'data' else 'model'} to use"
+                    f"{path}{key}.name: missing; say which "
+                    f"{'data set' if key == 'data' else 'model'} to use"
                 )
         methods, found = parse_methods(mapping.get("methods", []), f"{path}methods")
         problems += found
@@ -241,9 +253,11 @@ class Run:
         return (None if problems else trial), problems
 
     def pretraining(self) -> Run | None:
-        """The trial that goes before this one: a masked autoencoder around the same encoder, on the same images.
+        """The trial that goes before this one: a masked autoencoder around the same
+        encoder, on the same images.
 
-        What `pretrain` does not say is as in this trial, the methods too; condition numbers are measured only there.
+        What `pretrain` does not say is as in this trial, the methods too; condition numbers are
+        measured only there.
 
         >>> trial = Run.from_dict({"data": {"name": "digits"}, "model": {"name": "vit", "depth": 2},
         ...                          "pretrain": {"train": {"epochs": 3}, "model": {"hide": 0.5}}})
@@ -254,7 +268,8 @@ class Run:
         return None if self.pretrain is None else Run.from_dict(_before(self), "The pretraining")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data with every default written out; of one's own training only what is known about it."""
+        """Plain data with every default written out; of one's own training only
+        what is known about it."""
         plain = json.loads(json.dumps(asdict(self)))
         if self.function is not None:
             return {k: plain[k] for k in ("function", "methods", "seed")}
@@ -263,7 +278,8 @@ class Run:
         return out
 
     def canonical(self) -> dict[str, Any]:
-        """Plain data without what equals the default, so that a new option does not rename old trials."""
+        """Plain data without what equals the default, so that a new option does
+        not rename old trials."""
         if self.function is not None:
             return {
                 "format": FUNCTION_FORMAT,
@@ -299,7 +315,8 @@ class Run:
 def with_drawn_splits(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data section with what draws its splits: the trial's own seed where it is not said.
 
-    A fixed `split_seed` fixes the test split too, where there is no official one. Folds are drawn by the seed anyway.
+    A fixed `split_seed` fixes the test split too, where there is no official one. Folds are drawn
+    by the seed anyway.
 
     >>> with_drawn_splits({"name": "digits"})
     {'name': 'digits', 'split_seed': 'seed', 'test_seed': 'seed'}
@@ -313,7 +330,8 @@ def with_drawn_splits(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_function(mapping: Mapping[str, Any], path: str) -> tuple[Run | None, list[str]]:
-    """A trial that is a user's own function: it has methods and a seed, and no data, model or train of ours."""
+    """A trial that is a user's own function: it has methods and a seed, and no data,
+    model or train of ours."""
     function = mapping["function"]
     problems = unknown_keys(mapping, ("function", "methods", "seed", "format"), path)
     if not isinstance(function, Mapping):
@@ -348,7 +366,8 @@ def _check_pretrain(pretrain: Any, model: Any, path: str) -> list[str]:
     """Problems of the section's shape; its content is checked as the trial it makes."""
     if not isinstance(pretrain, Mapping):
         return [
-            f"{path}: expected a table such as {{ train = {{ epochs = 4 }} }}, or false, got {pretrain!r}"
+            f"{path}: expected a table such as {{ train = {{ "
+            f"epochs = 4 }} }}, or false, got {pretrain!r}"
         ]
     problems = unknown_keys(pretrain, PRETRAIN, f"{path}.")
     problems += [
@@ -385,7 +404,8 @@ def _before(trial: Run) -> dict[str, Any]:
 
 
 def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Methods in their one plain form, {"name": ..., argument: value}; a bare string is a method with its defaults."""
+    """Methods in their one plain form, {"name": ..., argument: value}; a bare string is a method
+    with its defaults."""
     if not isinstance(methods, Sequence) or isinstance(methods, str):
         return (), [f"{path}: expected a list of methods, got {methods!r}"]
     parsed, problems = [], []
@@ -394,7 +414,8 @@ def parse_methods(methods: Any, path: str) -> tuple[tuple[dict[str, Any], ...], 
             method = {"name": method}
         if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
             problems.append(
-                f'{path}[{i}]: expected a name or {{ name = "drop_key", rate = 0.1 }}, got {method!r}'
+                f"{path}[{i}]: expected a name or {{ name = "
+                f'"drop_key", rate = 0.1 }}, got {method!r}'
             )
             continue
         plain = json.loads(json.dumps(dict(method)))

@@ -1,20 +1,24 @@
-"""Which settings a search tries: the axes of each row, and a Latin hypercube over them that all rows share.
+"""Which settings a search tries: the axes of each row, and a Latin hypercube over
+them that all rows share.
 
     [search]
     settings = 12                                            of every row, the baseline included
     "train.lr" = { low = 1e-3, high = 1e-2, log = true }     a dotted axis is one of every row
     "train.weight_decay" = { low = 0.01, high = 3, log = true }
-    rate = { low = 0.05, high = 0.6 }                        of rows that say "$rate"; max = 0.8 would bound it
-    weight = [0.3, 1, 3]                                     a list is drawn from in equal shares
+    rate = { low = 0.05, high = 0.6 }                        of rows that say "$rate"; max = 0.8
+    would bound it weight = [0.3, 1, 3]                                     a list is
+    drawn from in equal shares
 
-Setting number i has the same place on an axis in every row, so that rows share learning rates and weight decays.
+Setting number i has the same place on an axis in every row, so that rows share learning
+rates and weight decays.
 
     strength_settings = 5                                    a second stage
     rate = { low = 0.05, high = 0.6, start = 0.2 }           `start`: the value in the first stage
 
-With a second stage, the first varies the dotted axes alone, each strength at its `start` or the middle of its range.
-The second varies the strengths at the best setting of the first. A row without strengths tries as many further
-settings of its dotted axes around its best, so that all rows have the same budget.
+With a second stage, the first varies the dotted axes alone, each strength at its `start` or the
+middle of its range. The second varies the strengths at the best setting of the first. A row without
+strengths tries as many further settings of its dotted axes around its best, so that all rows have
+the same budget.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ STRENGTH_SETTINGS = "strength_settings"
 """How many more settings each row gets in a second stage, after the `settings` of the first."""
 COUNTS = (SETTINGS, STRENGTH_SETTINGS)
 NEAR = 0.5
-"""Length of the range around the best setting in which a row without strengths searches on, as a part of its range."""
+"""Length of the range around the best setting in which a row without strengths searches on, as a
+part of its range."""
 PROBABILITIES = ("rate", "dropout", "label_smoothing", "ema", "momentum")
 """Names of arguments that must stay below 1, however far a search would go."""
 MOST_PROBABLE = 0.95
@@ -45,9 +50,11 @@ AxisValues = dict[str, Any]
 
 @dataclass(frozen=True)
 class Axis:
-    """One value to choose: from a range (on a logarithmic scale where it spans orders of magnitude), or from a list.
+    """One value to choose: from a range (on a logarithmic scale where it spans orders of
+    magnitude), or from a list.
 
-    `least` and `most` bound what an extension of the range may reach. `first` is its value while other axes are chosen.
+    `least` and `most` bound what an extension of the range may reach. `first` is its value while
+    other axes are chosen.
     """
 
     key: str
@@ -123,8 +130,8 @@ class Axis:
         return float((value - self.low) / (self.high - self.low))
 
     def beyond(self, upwards: bool, count: int) -> list[Any]:
-        """Values past one end, `count` of them in equal steps up to a quarter of the range; fewer, or none, where the
-        axis is bounded. A list continues by one step like its last.
+        """Values past one end, `count` of them in equal steps up to a quarter of the range; fewer,
+        or none, where the axis is bounded. A list continues by one step like its last.
 
         >>> Axis("lr", 1e-3, 1e-2, log=True).beyond(True, 2)
         [0.01334, 0.01778]
@@ -201,7 +208,8 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
         problems.append(f"{where}: min of a logarithmic range lies above 0, got {least:g}")
     if (least is not None and least > low) or (most is not None and most < high):
         problems.append(
-            f"{where}: min and max bound an extension of the range, so they lie outside low and high"
+            f"{where}: min and max bound an extension of "
+            "the range, so they lie outside low and high"
         )
     if first is not None and not low <= first <= high:
         problems.append(f"{where}: start must lie between low and high, got {first:g}")
@@ -211,10 +219,11 @@ def read_axis(key: str, given: Any, path: str) -> tuple[Axis, list[str]]:
 def axes_of_row(
     search: Mapping[str, Any], row: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[Axis]:
-    """The axes that a row has: the dotted ones, and those that it mentions; its own `search` goes before the recipe's.
+    """The axes that a row has: the dotted ones, and those that it mentions; its own `search` goes
+    before the recipe's.
 
-    `false` takes an axis from a row. `config` is the row with all that the base says. What fills a probability stays
-    below 1, and what starts at 0 or above it does not become negative.
+    `false` takes an axis from a row. `config` is the row with all that the base says. What fills a
+    probability stays below 1, and what starts at 0 or above it does not become negative.
     """
     given = {k: v for k, v in {**search, **row.get(SEARCH, {})}.items() if k not in COUNTS}
     given = {k: v for k, v in given.items() if v is not False}
@@ -251,7 +260,8 @@ def _filled(value: Any, variable: str, name: str = "") -> list[str]:
 
 
 def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
-    """`count` settings for every row: centered Latin hypercube, its columns spread over each other, the same for all.
+    """`count` settings for every row: centered Latin hypercube, its columns spread over each other,
+    the same for all.
 
     Args:
         axes: of each configuration.
@@ -279,7 +289,8 @@ def design(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[Axi
 
 
 def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, list[AxisValues]]:
-    """The settings of the first of two stages: learning rates and weight decays, with each strength at its start.
+    """The settings of the first of two stages: learning rates and weight decays, with
+    each strength at its start.
 
     >>> rate = Axis("rate", 0.1, 0.5, first=0.2)
     >>> found = first_stage({"one": [Axis("train.lr", 1, 2)], "two": [Axis("train.lr", 1, 2), rate]}, 2)
@@ -294,10 +305,11 @@ def first_stage(axes: Mapping[str, Sequence[Axis]], count: int) -> dict[str, lis
 def second_stage(
     axes: Mapping[str, Sequence[Axis]], best: Mapping[str, AxisValues], count: int
 ) -> dict[str, list[AxisValues]]:
-    """`count` more settings for every row with a best one: its strengths vary, or else its axes close to the best.
+    """`count` more settings for every row with a best one: its strengths vary, or else its axes
+    close to the best.
 
-    None of them is the best one again. Rows without a best one yet belong to the hypercube too, so that the settings of
-    a row do not depend on the others.
+    None of them is the best one again. Rows without a best one yet belong to the hypercube too, so
+    that the settings of a row do not depend on the others.
     """
     varied = {}
     for row, own in axes.items():
@@ -321,7 +333,8 @@ def _same(one: AxisValues, other: AxisValues, axes: Sequence[Axis]) -> bool:
 
 
 def _split(axes: Sequence[Axis]) -> tuple[list[Axis], list[Axis]]:
-    """What the first stage varies and what the second does; a row with one kind of axes has it in the first."""
+    """What the first stage varies and what the second does; a row with one kind of
+    axes has it in the first."""
     common = [a for a in axes if "." in a.key]
     return (common, [a for a in axes if "." not in a.key]) if common else (list(axes), [])
 
@@ -358,7 +371,8 @@ SAME = 1e-9
 
 @dataclass
 class Tried:
-    """A setting with what validation said of it, by tuning seed; None where a run gave no number."""
+    """A setting with what validation said of it, by tuning seed; None where
+    a run gave no number."""
 
     values: dict[str, Any]
     by_seed: dict[str, float | None]
@@ -382,11 +396,13 @@ class Tried:
 
 @dataclass
 class Selection:
-    """The chosen setting, which others tie with it or lie within one standard error, and the axes at whose end it lies."""
+    """The chosen setting, which others tie with it or lie within one standard error, and the axes
+    at whose end it lies."""
 
     chosen: Tried
     tied: int  # settings with the best mean, the chosen one included
-    alike: int  # settings within one standard error of the chosen one, over tuning seeds, itself included
+    # settings within one standard error of the chosen one, over tuning seeds, itself included
+    alike: int
     edges: list[tuple[str, bool]]  # axes, and whether the choice lies at their upper end
 
 
@@ -413,8 +429,8 @@ def select(tried: Sequence[Tried], axes: Sequence[Axis], mode: str) -> Selection
 
 
 def _middle(tied: Sequence[Tried], axes: Sequence[Axis]) -> Tried:
-    """The setting nearest to the median of the tied ones on every axis; of two as near, that nearer to the middle of
-    the range, then the one further up."""
+    """The setting nearest to the median of the tied ones on every axis; of two as near, that nearer
+    to the middle of the range, then the one further up."""
     places = [[_place(a, t) for a in axes] for t in tied]
     median = [statistics.median(column) for column in zip(*places, strict=True)]
 
@@ -431,7 +447,8 @@ def _place(axis: Axis, tried: Tried) -> float:
 
 
 def _alike(one: Tried, other: Tried) -> bool:
-    """Whether the difference over shared seeds is at most its standard error: too little to separate them."""
+    """Whether the difference over shared seeds is at most its standard error: too little to
+    separate them."""
     pairs = [(one.by_seed.get(s), v) for s, v in other.by_seed.items()]
     gaps = [
         a - b
@@ -465,12 +482,14 @@ def remarks(row: Mapping[str, Any]) -> list[str]:
         notes.append(f"selection: {row['tied']} of {count} settings tie; the middle one was taken")
     elif row.get("alike", 1) > 1:
         notes.append(
-            f"selection: {row['alike']} of {count} settings are within one standard error of the chosen one"
+            f"selection: {row['alike']} of {count} settings are "
+            "within one standard error of the chosen one"
         )
     for edge in row.get("edges", []):
         range_ = "range, which was extended once" if edge["extended"] else "range"
         notes.append(
-            f"{edge['axis'].rsplit('.', 1)[-1]} {edge['value']:g} lies at the {edge['end']} end of its {range_}"
+            f"{edge['axis'].rsplit('.', 1)[-1]} {edge['value']:g} lies "
+            f"at the {edge['end']} end of its {range_}"
         )
     left = [
         e

@@ -1,7 +1,8 @@
-"""As many seeds as it takes, and no more: rounds of seeds for the rows that are still open, judged at every look.
+"""As many seeds as it takes, and no more: rounds of seeds for the rows that are still
+open, judged at every look.
 
-`race` knows nothing of runs: it requests pairs of a configuration and a seed, and reads values. `race_plan` lets it run
-a comparison, by the built-in trainer or by a user's function alike.
+`race` knows nothing of runs: it requests pairs of a configuration and a seed, and reads values.
+`race_plan` lets it run a comparison, by the built-in trainer or by a user's function alike.
 """
 
 from __future__ import annotations
@@ -81,11 +82,13 @@ def race(
         None
     ),
 ) -> Race:
-    """Run seeds round by round until every row is decided, the time (seconds) is used, or `most` seeds are.
+    """Run seeds round by round until every row is decided, the time (seconds) is
+    used, or `most` seeds are.
 
     Args:
         rows: all rows but the reference. Those that drop out stay in the number of tests.
-        run: trains these pairs of row and seed (what is recorded already costs nothing); False stops the race.
+        run: trains these pairs of row and seed (what is recorded already costs nothing); False
+            stops the race.
         values: what is recorded, by row and seed, in the unit of tables.
         metric: the metric that judges, or a function where the first results say which it is.
         first: seeds of the first round; never fewer than can decide anything.
@@ -103,7 +106,8 @@ def race(
         if seed >= most:
             out.why = "most seeds"
             break
-        # One seed at a time while there is a clock to watch, so that even the first round can end in time.
+        # One seed at a time while there is a clock to watch, so that even the
+        # first round can end in time.
         until = seed + 1 if budget is not None or seed else start
         pairs = [(row, s) for s in range(seed, until) for row in (reference, *open_)]
         at = clock()
@@ -150,22 +154,24 @@ def race(
         if not open_:
             out.why = "all decided"
             break
-    # A resumed race reads at its first look what an earlier one recorded, and so requests less than there is.
+    # A resumed race reads at its first look what an earlier one recorded, and so
+    # requests less than there is.
     out.runs = max(out.runs, sum(out.seeds.values()))
     out.fixed = _fixed_plan(values(), reference, out.verdicts)
     return out
 
 
 def _same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
-    """Whether every seed came out exactly as the reference's: a method that did nothing here has nothing to decide."""
+    """Whether every seed came out exactly as the reference's: a method that did nothing here has
+    nothing to decide."""
     return not any(paired_differences(ours, theirs))
 
 
 def _fixed_plan(
     found: Mapping[str, Mapping[str, float]], reference: str, verdicts: Mapping[str, Verdict]
 ) -> int | None:
-    """Runs of a plan fixed before that decides, with power 0.8, what the race decided: every row gets as many seeds as
-    the row that needs the most."""
+    """Runs of a plan fixed before that decides, with power 0.8, what the race decided: every row
+    gets as many seeds as the row that needs the most."""
     needed = []
     for row, c in verdicts.items():
         d = paired_differences(found.get(row, {}), found.get(reference, {}))
@@ -194,8 +200,9 @@ def race_plan(
         None
     ),
 ) -> Race:
-    """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and says whether to go
-    on. The plan grows by the requested seeds, and says that its test is the sequential one.
+    """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and
+    says whether to go on. The plan grows by the requested seeds, and says that its test is the
+    sequential one.
 
     Args:
         plan: the comparison.

@@ -1,8 +1,8 @@
 """Statistics over seeds: summaries, paired comparison, correction for many comparisons, power.
 
-Runs of two methods with the same seed share their initial weights, their split and their order of batches, so that
-differences are taken seed by seed; a difference has far less spread than either method alone. `verdict.py` makes words
-of these numbers.
+Runs of two methods with the same seed share their initial weights, their split and their order of
+batches, so that differences are taken seed by seed; a difference has far less spread than either
+method alone. `verdict.py` makes words of these numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation, as `statistics.stdev` has it, without its exact fractions (30 times the time).
+    """The sample standard deviation, as `statistics.stdev` has it, without its exact fractions (30
+    times the time).
 
     >>> deviation([1.0, 2.0, 4.0]) == statistics.stdev([1.0, 2.0, 4.0])
     True
@@ -61,7 +62,8 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def paired_differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[float]:
-    """Ours minus theirs over the seeds that both have, in the order of the seeds' numbers (looks come in that order).
+    """Ours minus theirs over the seeds that both have, in the order of the seeds' numbers (looks
+    come in that order).
 
     Args:
         ours: values by seed.
@@ -92,8 +94,8 @@ def has_spread(differences: Sequence[float]) -> bool:
 def paired_p(differences: Sequence[float]) -> float:
     """Two-sided p value of 'the mean difference is zero' (t-test).
 
-    Where all differences are equal the t-test has no spread to go by; then the exact sign-flip test speaks, whose p is
-    at least 2 / 2^n.
+    Where all differences are equal the t-test has no spread to go by; then the exact sign-flip test
+    speaks, whose p is at least 2 / 2^n.
 
     Args:
         differences: paired, one per shared seed.
@@ -107,7 +109,8 @@ def paired_p(differences: Sequence[float]) -> float:
 
 
 def paired_interval(differences: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """The mean differences that the test of `paired_p` does not reject at this level; NaN where it rejects none.
+    """The mean differences that the test of `paired_p` does not reject at this level;
+    NaN where it rejects none.
 
     Args:
         differences: paired, one per shared seed.
@@ -127,7 +130,8 @@ def paired_interval(differences: Sequence[float], level: float = LEVEL) -> tuple
 
 
 def wilcoxon_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of Wilcoxon's signed-rank test; None below six nonzero differences, where it cannot reach 0.05.
+    """Two-sided p of Wilcoxon's signed-rank test; None below six nonzero differences, where it
+    cannot reach 0.05.
 
     Args:
         differences: paired, one per shared seed.
@@ -165,7 +169,8 @@ def t_quantile(freedom: float, level: float = LEVEL) -> float:
 
 
 def hedges_g(differences: Sequence[float]) -> float:
-    """The mean difference in units of the differences' standard deviation, corrected for small n; NaN without spread.
+    """The mean difference in units of the differences' standard deviation, corrected for small n;
+    NaN without spread.
 
     `g = mean / sd * (1 - 3 / (4 (n - 1) - 1))` (Hedges 1981).
 
@@ -178,11 +183,12 @@ def hedges_g(differences: Sequence[float]) -> float:
 
 
 def effect_interval(differences: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """The exact interval of the standardized effect, on the scale of `hedges_g`; NaN where there is no spread.
+    """The exact interval of the standardized effect, on the scale of `hedges_g`; NaN
+    where there is no spread.
 
-    `t = sqrt(n) mean / sd` has a noncentral t distribution with noncentrality `sqrt(n) delta`: the ends are the deltas
-    at which the observed t is the upper and the lower `level / 2` quantile. (A bootstrap of three differences claims
-    95 % and covers 62 %.)
+    `t = sqrt(n) mean / sd` has a noncentral t distribution with noncentrality `sqrt(n) delta`: the
+    ends are the deltas at which the observed t is the upper and the lower `level / 2` quantile. (A
+    bootstrap of three differences claims 95 % and covers 62 %.)
 
     Args:
         differences: paired, one per shared seed.
@@ -198,7 +204,8 @@ def effect_interval(differences: Sequence[float], level: float = LEVEL) -> tuple
 
 
 def _noncentrality(t: float, freedom: int, share: float) -> float:
-    """The noncentrality at which `share` of the distribution lies below t; it falls as the noncentrality grows."""
+    """The noncentrality at which `share` of the distribution lies below t; it falls as the
+    noncentrality grows."""
     from scipy.optimize import brentq
 
     reach = 10.0 + 4 * abs(t)
@@ -244,9 +251,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def holm_levels(p_values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[bool]]:
     """The level of each row's own interval, and whether the row is decided.
 
-    With p sorted and k* the first rank (from 0) with `p > level / (m - k)`, a row before k* gets `level / (m - k)`, k*
-    and all after it `level / (m - k*)`: an interval at that level leaves 0 out exactly where the row is decided. The
-    intervals are each row's own; they are not simultaneous.
+    With p sorted and k* the first rank (from 0) with `p > level / (m - k)`, a row before k* gets
+    `level / (m - k)`, k* and all after it `level / (m - k*)`: an interval at that level leaves 0
+    out exactly where the row is decided. The intervals are each row's own;
+    they are not simultaneous.
 
     Args:
         p_values: of all tests of the family, in any order.
@@ -279,7 +287,8 @@ def detectable(sd: float, n: int, level: float, power: float = POWER) -> float:
 
 
 def seeds_needed(difference: float, sd: float, level: float, power: float = POWER) -> int | None:
-    """How many pairs decide this difference with this spread: `n = (t_{level/2} + t_{1-power})^2 (sd / difference)^2`.
+    """How many pairs decide this difference with this spread:
+    `n = (t_{level/2} + t_{1-power})^2 (sd / difference)^2`.
 
     None where more than `MOST_SEEDS` are needed.
 
@@ -326,8 +335,8 @@ def log_e(t_squared: float, n: int) -> float:
 def sequential_p(differences: Sequence[float]) -> float:
     """1 / max E over all looks so far, at most 1.
 
-    Looks at which all differences are equal say nothing: coarse metrics make such, and the formula would take them for
-    certainty.
+    Looks at which all differences are equal say nothing: coarse metrics make such, and the formula
+    would take them for certainty.
 
     Args:
         differences: paired, in the order in which the seeds were run.
@@ -341,7 +350,8 @@ def sequential_p(differences: Sequence[float]) -> float:
 
 
 def strongest_look(differences: Sequence[float]) -> tuple[float, float]:
-    """The largest log E of any look, at least 0, and the mean difference at that look: which way its evidence points.
+    """The largest log E of any look, at least 0, and the mean difference at that look: which way
+    its evidence points.
 
     Args:
         differences: paired, in the order in which the seeds were run.
@@ -361,8 +371,9 @@ def strongest_look(differences: Sequence[float]) -> tuple[float, float]:
 def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
     """The mean differences that no look so far rejects at this level; NaN while none is rejected.
 
-    At look n these are `mean +- t_n sd / sqrt(n)` with `t_n^2 = nu (r - 1) / (1 - r / (1 + n g))` and
-    `r = (sqrt(1 + n g) / level)^(2 / (nu + 1))`; where r reaches 1 + n g nothing can be rejected yet.
+    At look n these are `mean +- t_n sd / sqrt(n)` with `t_n^2 = nu (r - 1) / (1 - r / (1 + n g))`
+    and `r = (sqrt(1 + n g) / level)^(2 / (nu + 1))`; where r reaches 1 + n g
+    nothing can be rejected yet.
 
     Args:
         differences: paired, in the order in which the seeds were run.
@@ -379,7 +390,8 @@ def sequential_interval(differences: Sequence[float], level: float = LEVEL) -> t
         return math.nan, math.nan
     if low > high:  # looks that contradict each other: the interval spans what they say
         low, high = high, low
-    # Intersected over looks, the interval may leave out the present mean; an estimate lies in its interval.
+    # Intersected over looks, the interval may leave out the present mean; an
+    # estimate lies in its interval.
     mean = statistics.fmean(differences)
     return min(low, mean), max(high, mean)
 
@@ -391,7 +403,8 @@ def _half_width(n: int, level: float) -> float:
 
 
 def first_round(rows: int, level: float = LEVEL) -> int:
-    """The fewest seeds that can decide anything: `E_n <= (1 + n)^((n - 1) / 2)` must reach `rows / level`.
+    """The fewest seeds that can decide anything: `E_n <= (1 + n)^((n - 1) / 2)` must reach
+    `rows / level`.
 
     >>> first_round(1), first_round(11)
     (5, 7)

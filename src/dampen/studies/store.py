@@ -8,8 +8,9 @@
     pretrain/         the same of the training that went before, where there was one
     checkpoint-*.pt   only while unfinished: the two newest states to resume from
 
-JSON files are written to a temporary file, synced and renamed: a reader sees the old or the new one, never half.
-The result and each line of the log carry a checksum of their content; those of older records have none.
+JSON files are written to a temporary file, synced and renamed: a reader sees the old or the new
+one, never half. The result and each line of the log carry a checksum of their content; those of
+older records have none.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or raise Locked naming who holds it. The system frees the lock of a process that died.
+    """Hold the folder's lock, or raise Locked naming who holds it. The system frees the lock of a
+    process that died.
 
-    The lock file stays when the lock is let go: removing it would let two processes hold locks on two files of one
-    name. Who holds it is written in a file beside, because Windows lets nobody read a locked file.
+    The lock file stays when the lock is let go: removing it would let two processes hold locks on
+    two files of one name. Who holds it is written in a file beside, because Windows lets nobody
+    read a locked file.
 
     Args:
         folder: of a run.
@@ -65,8 +68,10 @@ def locked(folder: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
             raise LabError(
-                f"The file system of {folder} has no file locks ({error.strerror}), so two processes could write one "
-                "record. Choose a folder on another disk with --out or folder=, and copy the result."
+                f"The file system of {folder} has no file locks "
+                f"({error.strerror}), so two processes could write one "
+                "record. Choose a folder on another disk "
+                "with --out or folder=, and copy the result."
             ) from error
     try:
         with clear_disk_errors(holder):
@@ -178,8 +183,9 @@ class RunStore:
                 path.unlink()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Append one line. A process that is killed loses nothing; what a power cut takes is in the checkpoint, or
-        happens again. So nobody waits for the disk here: 60 epochs of a tiny model would wait longer than they train.
+        """Append one line. A process that is killed loses nothing; what a power cut takes is in the
+        checkpoint, or happens again. So nobody waits for the disk here: 60 epochs of a tiny model
+        would wait longer than they train.
 
         Args:
             line: plain data, as `result.LogLine` describes it.
@@ -203,8 +209,8 @@ class RunStore:
                 os.fsync(file.fileno())
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log; a last line that a crash cut short is left out. Raises DamagedRecord where a line was changed,
-        or where the result says that there were more."""
+        """The log; a last line that a crash cut short is left out. Raises DamagedRecord where a
+        line was changed, or where the result says that there were more."""
         path = self.folder / "log.jsonl"
         content = path.read_bytes() if path.exists() else b""
         whole = content.split(b"\n")[:-1]
@@ -215,7 +221,8 @@ class RunStore:
         final = self.final() or {}
         if len(lines) != final.get("log_lines", len(lines)):
             raise DamagedRecord(
-                f"{path} is damaged: it has {len(lines)} lines, the result was written after {final['log_lines']}. "
+                f"{path} is damaged: it has {len(lines)} lines, the result "
+                f"was written after {final['log_lines']}. "
                 "Delete its folder to run the trial again."
             )
         return lines
@@ -287,7 +294,8 @@ class LoggedRun:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What two step times must share to be compared: machine, threads, device, malloc (as found, if not said)."""
+        """What two step times must share to be compared: machine, threads, device, malloc (as
+        found, if not said)."""
         last = self.sessions[-1] if self.sessions else {}
         device, threads, malloc = (
             last.get(key) or getattr(self.final, key, None)

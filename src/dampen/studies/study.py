@@ -1,4 +1,5 @@
-"""A study: the comparison as an object, to be printed, continued, and opened again from its folder."""
+"""A study: the comparison as an object, to be printed, continued, and opened
+again from its folder."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from dampen.studies.user_code import Code, code_in_file
 
 @dataclass
 class Study:
-    """What `dampen.compare` returns and `dampen.load` opens: rows of trials, judged against the reference row.
+    """What `dampen.compare` returns and `dampen.load` opens: rows of trials, judged
+    against the reference row.
 
     Print it for the table; in a notebook it shows the table and a plot of the differences.
     """
@@ -61,7 +63,8 @@ class Study:
 
     @property
     def best(self) -> Entry:
-        """The row with the best mean; whether it was shown to be better than the reference, its verdict says."""
+        """The row with the best mean; whether it was shown to be better than the reference, its
+        verdict says."""
         ranked = self.results.ranked()
         if not ranked:
             raise LabError(f"No trial of {self.folder} has finished, so there is no best row.")
@@ -94,7 +97,8 @@ class Study:
         }
 
     def ensembles(self) -> list[Ensemble]:
-        """The seeds of each configuration as one model, where the training function returns its predictions.
+        """The seeds of each configuration as one model, where the training function
+        returns its predictions.
 
         Returns:
             one ensemble per configuration; none without predictions.
@@ -117,7 +121,8 @@ class Study:
         return text.getvalue().rstrip()
 
     def to_pandas(self) -> Any:
-        """A data frame with one line per finished trial: row, seed, status, every metric, and what a step took.
+        """A data frame with one line per finished trial: row, seed, status, every
+        metric, and what a step took.
 
         Returns:
             a `pandas.DataFrame`.
@@ -147,11 +152,13 @@ class Study:
         return Path(path)
 
     def add(self, seeds: int | Sequence[int] = 0, methods: Any = None, **settings: Any) -> Study:
-        """Run more: `seeds` further seeds of every row (or a list of seeds), `methods` as further rows.
+        """Run more: `seeds` further seeds of every row (or a list of seeds),
+        `methods` as further rows.
 
-        Returns this study, which then has them. A study that was looked at and then extended by seeds is judged by
-        the sequential test, which allows that. Methods that are added after a look are judged at a stricter level of
-        their own, because adding methods until one is significant finds one by chance.
+        Returns this study, which then has them. A study that was looked at and then extended by
+        seeds is judged by the sequential test, which allows that. Methods that are added after a
+        look are judged at a stricter level of their own, because adding methods until one is
+        significant finds one by chance.
 
         Args:
             seeds: how many more, or which.
@@ -204,8 +211,8 @@ class Study:
 def load(folder: Path | str, trust: bool = False) -> Study:
     """Open a study from its folder. No code of the folder runs.
 
-    `add` runs the code that the study keeps or names: its training function, plug-ins, methods in files. It refuses
-    what the user of this machine did not run or approve before.
+    `add` runs the code that the study keeps or names: its training function, plug-ins, methods in
+    files. It refuses what the user of this machine did not run or approve before.
 
     Args:
         folder: that `dampen.compare` or the command wrote.
@@ -217,7 +224,8 @@ def load(folder: Path | str, trust: bool = False) -> Study:
     folder = Path(folder)
     if not (folder / "plan.json").is_file():
         raise LabError(
-            f"{folder} holds no study: there is no plan.json. Give the folder that dampen compare wrote."
+            f"{folder} holds no study: there is no plan.json. "
+            "Give the folder that dampen compare wrote."
         )
     study = Study(folder, Comparison.load(folder))
     if trust:
@@ -272,7 +280,8 @@ def _add_row(
 
 
 def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str, Any]:
-    """Where the parameters of a configuration are: in the user's function, or in the sections of the built-in trainer."""
+    """Where the parameters of a configuration are: in the user's function, or in the sections of
+    the built-in trainer."""
     if "function" in trial:
         return {"function": {"params": params}}
     from dampen.studies.request import sections
@@ -281,7 +290,8 @@ def _params(trial: dict[str, Any], row: str, params: dict[str, Any]) -> dict[str
 
 
 def _add_seeds(plan: Comparison, seeds: int | Sequence[int]) -> None:
-    """Further seeds for every row: so many after the last one, or those named. With folds, each is a round of them."""
+    """Further seeds for every row: so many after the last one, or those named. With folds, each is
+    a round of them."""
     folds = plan.folds
     first = (max(plan.seeds, default=-1) + folds) // folds
     rounds = range(first, first + seeds) if isinstance(seeds, int) else seeds
@@ -310,7 +320,8 @@ def save_function(function: Function, folder: Path) -> None:
 
 
 def load_function(folder: Path) -> Function:
-    """Read it back where it was approved. One kept by value is unpickled when a trial runs, as it was the first time."""
+    """Read it back where it was approved. One kept by value is unpickled when a trial runs, as it
+    was the first time."""
     if not (folder / FILE).exists():
         raise LabError(
             f"{folder} does not say where its function is. Call dampen.compare with it again."
@@ -321,7 +332,8 @@ def load_function(folder: Path) -> Function:
 
 
 def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
-    """Write where the user's own model and data are, and in which folder official sets were looked for."""
+    """Write where the user's own model and data are, and in which folder official
+    sets were looked for."""
     folder.mkdir(parents=True, exist_ok=True)
     for function in (parts.read, parts.build):
         approve(code_of_function(function, folder / PARTS))
@@ -332,7 +344,8 @@ def save_parts(parts: Parts, folder: Path, data_dir: str | None = None) -> None:
 
 
 def load_parts(folder: Path, plan: Comparison) -> tuple[Parts, str | None]:
-    """Read them back, with the folder of official sets; raise where they are no longer what the study was run on."""
+    """Read them back, with the folder of official sets; raise where they are no longer what the
+    study was run on."""
     sections = [section for trial in plan.runs.values() for section in (trial.data, trial.model)]
     if not (folder / PARTS).exists():
         if any("fingerprint" in section or "code" in section for section in sections):
@@ -357,12 +370,15 @@ def _check_place(place: str | None, planned: str | None, what: str) -> None:
         return
     if not Path(place).exists():
         raise LabError(
-            f"The {what} of this study is no longer at {place}. Call dampen.compare with its new place."
+            f"The {what} of this study is no longer at "
+            f"{place}. Call dampen.compare with its new place."
         )
     if (found := fingerprint(place)) != planned:
         raise LabError(
-            f"The {what} at {place} has changed since this study was run (fingerprint {found}, not {planned}), so more "
-            "of it would be another study. Call dampen.compare with it: other data makes other trials."
+            f"The {what} at {place} has changed since this study was run "
+            f"(fingerprint {found}, not {planned}), so more "
+            "of it would be another study. Call "
+            "dampen.compare with it: other data makes other trials."
         )
 
 
@@ -391,15 +407,18 @@ def _function(kept: dict[str, Any]) -> Function:
     file = Path(kept["file"]) if kept["file"] else None
     if file is not None and not file.is_file():
         raise LabError(
-            f"The function {kept['name']} is no longer at {file}. Call dampen.compare with it again."
+            f"The function {kept['name']} is no longer at "
+            f"{file}. Call dampen.compare with it again."
         )
     code = Code(kept["name"], kept["code"])
     if file is not None:
         code = code_in_file(file, kept["attribute"], "", kept.get("places", ()))
         if code.digest != kept["code"]:
             raise LabError(
-                f"The code of {kept['name']} has changed since this study was run, so more of it would be another "
-                "study. Call dampen.compare with it: it runs new trials, or takes the old ones with same_code=True."
+                f"The code of {kept['name']} has changed since this study "
+                "was run, so more of it would be another "
+                "study. Call dampen.compare with it: it runs new trials, "
+                "or takes the old ones with same_code=True."
             )
         code = replace(code, name=kept["name"])
     objects = {k: base64.b64decode(v) for k, v in kept["objects"].items()}
@@ -444,7 +463,8 @@ def table_html(study: Study) -> str:
 
 
 def forest_svg(study: Study) -> str:
-    """Each row's difference from the reference with its corrected interval; the line at 0 is the reference."""
+    """Each row's difference from the reference with its corrected interval; the line
+    at 0 is the reference."""
     table = study.results
     reference = table.main_reference
     compared = [(row.name, row.comparison) for row in table.entries if row.comparison is not None]
@@ -459,7 +479,8 @@ def forest_svg(study: Study) -> str:
         return round(NAMES + (value - low) / span * (WIDTH - NAMES - 20) + 5, 1)
 
     marks = [
-        f'<line x1="{x(0)}" x2="{x(0)}" y1="0" y2="{LINE * len(found)}" stroke="currentColor" opacity="0.4"/>'
+        f'<line x1="{x(0)}" x2="{x(0)}" y1="0" '
+        f'y2="{LINE * len(found)}" stroke="currentColor" opacity="0.4"/>'
     ]
     for i, (name, difference, left, right) in enumerate(found):
         y = LINE * i + LINE / 2
@@ -468,11 +489,13 @@ def forest_svg(study: Study) -> str:
             f'<text x="0" y="{y + 4}" font-size="12" fill="currentColor">{escape(shown)}</text>'
         )
         marks.append(
-            f'<line x1="{x(left)}" x2="{x(right)}" y1="{y}" y2="{y}" stroke="#3b6fb6" stroke-width="2"/>'
+            f'<line x1="{x(left)}" x2="{x(right)}" y1="{y}" '
+            f'y2="{y}" stroke="#3b6fb6" stroke-width="2"/>'
         )
         told = f"{difference:+.3g} [{left:+.3g}, {right:+.3g}]"
         marks.append(
-            f'<circle cx="{x(difference)}" cy="{y}" r="4" fill="#3b6fb6"><title>{told}</title></circle>'
+            f'<circle cx="{x(difference)}" cy="{y}" r="4" '
+            f'fill="#3b6fb6"><title>{told}</title></circle>'
         )
     title = f"Difference in test {escape(table.metric.title)} from {escape(reference.name)}, corrected interval"
     size = f'width="{WIDTH}" height="{LINE * len(found)}" viewBox="0 0 {WIDTH} {LINE * len(found)}"'

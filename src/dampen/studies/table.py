@@ -1,7 +1,8 @@
 """The one table: mean, spread, cost, comparison with the reference and with the paper, row by row.
 
-Terminal, page, Markdown, CSV, JSON and LaTeX render this table and compute nothing of their own. It is made from a plan
-and its folder (`comparison_table`), or from any runs that belong together (`make_table`).
+Terminal, page, Markdown, CSV, JSON and LaTeX render this table and compute nothing of their own. It
+is made from a plan and its folder (`comparison_table`), or from any runs that belong together
+(`make_table`).
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from dampen.studies.store import LoggedRun, RunStore, read_run
 from dampen.studies.verdict import Test, Verdict, contenders, judge_pairs, sentence, words
 
 TRAINED = "better where it trained"
-"""The verdict of a configuration that is significantly better, and whose runs failed more often than the baseline's."""
+"""The verdict of a configuration that is significantly better, and whose runs failed more often
+than the baseline's."""
 
 
 @dataclass
 class Entry:
-    """A row as every format shows it. Values are in the unit of the table (percent where papers use it)."""
+    """A row as every format shows it. Values are in the unit of the table (percent
+    where papers use it)."""
 
     name: str
     config: Config
@@ -78,7 +81,8 @@ class Entry:
     claim: str = ""
 
     def measured(self, metric: str) -> Summary | None:
-        """Our figure beside a published one: a test metric, or what a step costs against the reference's."""
+        """Our figure beside a published one: a test metric, or what a step costs against the
+        reference's."""
         if metric == "cost_ratio":
             return summarize(list(self.cost.ratios)) if self.cost.ratios else None
         return self.metrics.get(metric)
@@ -183,7 +187,8 @@ class ResultTable:
 
     @property
     def reference_name(self) -> str:
-        """What rows are compared with, in words: one row's name, or what their references have in common."""
+        """What rows are compared with, in words: one row's name, or what their
+        references have in common."""
         names = {e.reference for e in self.entries if e.reference}
         return (
             "the row without methods of the same model" if len(names) > 1 else next(iter(names), "")
@@ -194,7 +199,8 @@ class ResultTable:
         return [e for e in self.entries if e.comparison and not e.same_as and e.verdict != "failed"]
 
     def selected(self) -> list[Entry]:
-        """The grid point of each row that validation chooses: every entry, unless the plan shows all grid points."""
+        """The grid point of each row that validation chooses: every entry, unless the plan shows
+        all grid points."""
         if not self.study.show_all:
             return [e for e in self.entries if e.summary.n]
         chosen = [chosen_setting(row) for row in self.study.configs]
@@ -206,7 +212,8 @@ class ResultTable:
         return sorted(done, key=lambda e: e.summary.mean, reverse=self.study.mode == "max")
 
     def contenders(self) -> list[Entry]:
-        """The entries that do not differ significantly from the one with the best mean, that one first.
+        """The entries that do not differ significantly from the one with the
+        best mean, that one first.
 
         Only the configurations of one model are compared; seeds on different kernels are no pairs.
         """
@@ -229,7 +236,8 @@ class ResultTable:
         return [self.entry(name) for name in names]
 
     def kernels(self) -> dict[str, list[str]]:
-        """The configurations that ran on each path of kernels, where methods of this table ran on more than one."""
+        """The configurations that ran on each path of kernels, where methods of this table ran on
+        more than one."""
         found: dict[str, list[str]] = {}
         for entry in (e for e in self.entries if e.config.methods):
             finals = [r.final for r in entry.setting.finished().values() if r.final]
@@ -260,7 +268,8 @@ def comparison_table(plan: Comparison, runs: Mapping[str, LoggedRun]) -> ResultT
 def read_runs(
     plan: Comparison, folder: Path, known: Mapping[str, LoggedRun] | None = None
 ) -> dict[str, LoggedRun]:
-    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones not read again.
+    """The plan's trials that are recorded in `folder`, by id; damaged ones are none, `known` ones
+    not read again.
 
     Args:
         plan: the comparison.
@@ -276,7 +285,8 @@ def read_runs(
 
 
 def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the plan's trials that are done, by id, as they were written; damaged ones are none.
+    """The results of the plan's trials that are done, by id, as they were
+    written; damaged ones are none.
 
     Args:
         plan: the comparison.
@@ -290,7 +300,8 @@ def read_results(plan: Comparison, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def make_table(study: LoggedComparison) -> ResultTable:
-    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan shows them all).
+    """Summaries, comparisons and verdicts of every row (or of every grid point, where the plan
+    shows them all).
 
     Args:
         study: a comparison with its logged runs.
@@ -333,7 +344,8 @@ def axis_name(key: str) -> str:
 
 
 def chosen_setting(row: Config) -> Setting:
-    """The grid point with the best mean on validation among those with the most runs; the test has no say."""
+    """The grid point with the best mean on validation among those with the most
+    runs; the test has no say."""
     scores = []
     for setting in row.settings:
         done = [r.final for r in setting.finished().values() if r.final]
@@ -422,7 +434,8 @@ def _entry(study: LoggedComparison, name: str, row: Config, setting: Setting) ->
 
 
 def _variance_ratio(entry: Entry, reference: Entry) -> None:
-    """The variance against the reference's, seed by seed: the form in which AttentionDrop states its claim."""
+    """The variance against the reference's, seed by seed: the form in which
+    AttentionDrop states its claim."""
     found = variance_ratios(*(e.by_seed.get("training_variance", {}) for e in (entry, reference)))
     if found:
         entry.by_seed["variance_ratio"] = found
@@ -430,7 +443,8 @@ def _variance_ratio(entry: Entry, reference: Entry) -> None:
 
 
 def _set_references(table: ResultTable) -> None:
-    """Each row's reference is that of its model; rows of another model are not compared with each other."""
+    """Each row's reference is that of its model; rows of another model are not
+    compared with each other."""
     if table.study.show_all and not any(row.baseline for row in table.study.configs):
         return  # a grid has no row to test against
     for entries in _groups(table.entries):
@@ -453,8 +467,8 @@ def _set_references(table: ResultTable) -> None:
 
 
 def _find_twins(entries: list[Entry]) -> None:
-    """Mark rows that are the same as one before: every shared seed ended with the same weights, tested to the same
-    result (Monte Carlo at test gives others)."""
+    """Mark rows that are the same as one before: every shared seed ended with the same weights,
+    tested to the same result (Monte Carlo at test gives others)."""
     first: dict[tuple[str, str], list[tuple[Entry, dict[str, str]]]] = {}
     for entry in entries:
         finals = {s: r.final for s, r in entry.setting.finished().items() if r.final}
@@ -476,8 +490,9 @@ def _find_twins(entries: list[Entry]) -> None:
 
 
 def _groups(entries: list[Entry]) -> list[list[Entry]]:
-    """The rows that are compared with each other: those of one model by name, and where a table has several settings of
-    that model (depths, say), each with a row without methods, those of one setting."""
+    """The rows that are compared with each other: those of one model by name, and where a table has
+    several settings of that model (depths, say), each with a row without methods,
+    those of one setting."""
     settings: dict[str, list[Entry]] = {}
     for entry in entries:
         settings.setdefault(str(sorted(_model_of(entry).items())), []).append(entry)
@@ -506,7 +521,8 @@ def _reference(entries: list[Entry]) -> Entry:
 
 
 def _judge(table: ResultTable) -> None:
-    """The verdict of every row in every metric; each metric is a family of its own, corrected over its rows."""
+    """The verdict of every row in every metric; each metric is a family of its own,
+    corrected over its rows."""
     study = table.study
     test: Test = "sequential" if study.test == "sequential" else "fixed"
     for entry in table.entries:
@@ -555,7 +571,8 @@ def _compare_failures(table: ResultTable) -> None:
 
 
 def _against_paper(table: ResultTable) -> None:
-    """Our figures next to the published ones, and whether the paper's gain over its reference shows here too."""
+    """Our figures next to the published ones, and whether the paper's gain over its
+    reference shows here too."""
     for entry in table.entries:
         for metric, paper in entry.published.items():
             entry.against[metric] = against_paper(
@@ -565,7 +582,8 @@ def _against_paper(table: ResultTable) -> None:
 
 
 def _claim(entry: Entry, table: ResultTable) -> str:
-    """The paper's difference to its reference row, and ours: absolute figures may differ where gains agree."""
+    """The paper's difference to its reference row, and ours: absolute figures may differ where
+    gains agree."""
     metric, ours = table.study.metric, entry.comparison
     reference = table.entry(entry.reference) if entry.reference else None
     if reference is None or metric not in entry.published or metric not in reference.published:

@@ -13,7 +13,8 @@ SPECIALS = ["<pad>", "<s>", "</s>"]
 
 
 class Bpe:
-    """Byte-level byte-pair encoding (arXiv 1508.07909): every text can be written, and read back exactly.
+    """Byte-level byte-pair encoding (arXiv 1508.07909): every text can be
+    written, and read back exactly.
 
     The first three tokens are padding, begin and end.
 
@@ -27,12 +28,14 @@ class Bpe:
 
     @classmethod
     def train(cls, lines: Iterable[str], vocabulary: int) -> Bpe:
-        """Learn the merges from lines of text; `vocabulary` counts the 256 bytes and the special tokens too."""
+        """Learn the merges from lines of text; `vocabulary` counts the 256 bytes and
+        the special tokens too."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocabulary < 256 + len(SPECIALS):
             raise ValueError(
-                f"A byte-level vocabulary has at least {256 + len(SPECIALS)} tokens: got {vocabulary}."
+                "A byte-level vocabulary has at least "
+                f"{256 + len(SPECIALS)} tokens: got {vocabulary}."
             )
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +57,8 @@ class Bpe:
         return out
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Token numbers of each line, without special tokens (text that looks like one is split into bytes)."""
+        """Token numbers of each line, without special tokens (text that looks like one is split
+        into bytes)."""
         return [e.ids for e in self.tokenizer.encode_batch(list(lines), add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
@@ -67,7 +71,8 @@ class Bpe:
     def characters(self) -> Tensor:
         """How many characters each token covers, as (vocabulary,) of float64.
 
-        A character of several bytes counts at its first byte, so sums over a text are exact wherever tokens are cut.
+        A character of several bytes counts at its first byte, so sums over a text are exact
+        wherever tokens are cut.
         """
         from tokenizers import pre_tokenizers
 
@@ -82,7 +87,8 @@ class Bpe:
 
 
 def _byte_alphabet(pre_tokenizers: Any) -> dict[str, int]:
-    """The character by which byte-level BPE writes each byte: printable latin-1 as itself, the rest from 256 on."""
+    """The character by which byte-level BPE writes each byte: printable latin-1 as itself, the rest
+    from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable} | {
@@ -90,7 +96,8 @@ def _byte_alphabet(pre_tokenizers: Any) -> dict[str, int]:
     }
     if set(table) != set(pre_tokenizers.ByteLevel.alphabet()):
         raise RuntimeError(
-            "This version of `tokenizers` writes bytes in another alphabet; install one from 0.20 on."
+            "This version of `tokenizers` writes bytes in "
+            "another alphabet; install one from 0.20 on."
         )
     return table
 

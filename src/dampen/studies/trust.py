@@ -1,9 +1,11 @@
-"""Which code that a study folder keeps or names may run here: what the user of this machine approved.
+"""Which code that a study folder keeps or names may run here: what the user
+of this machine approved.
 
-A study folder may come from anyone. Its plan can name plug-ins and methods in files, and a training function is kept
-beside it. Opening a study runs none of this. Before any of it runs, the hash of its source must be approved: it is
-approved when the user runs it themselves (`dampen.compare`, `dampen run`), or by `trust=True`. Approvals are kept per
-user, in the cache folder and never in a study.
+A study folder may come from anyone. Its plan can name plug-ins and methods in files, and a training
+function is kept beside it. Opening a study runs none of this. Before any of it runs, the hash of
+its source must be approved: it is approved when the user runs it themselves (`dampen.compare`,
+`dampen run`), or by `trust=True`. Approvals are kept per user, in the cache
+folder and never in a study.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class NotApproved(LabError):
 
 @dataclass(frozen=True)
 class KeptCode:
-    """Code that a study keeps or names: what it is, the file that holds it, and the sha256 of its source.
+    """Code that a study keeps or names: what it is, the file that holds it, and
+    the sha256 of its source.
 
     `sources` are the user's files that it is read from.
     """
@@ -85,7 +88,8 @@ def approve(code: Iterable[KeptCode]) -> None:
 def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> None:
     """Raise NotApproved, with file, hash and what to type, where code of a study was not approved.
 
-    What was approved is a source. Bytecode beside it is deleted, because Python would run that instead.
+    What was approved is a source. Bytecode beside it is deleted, because
+    Python would run that instead.
 
     Args:
         folder: of the study.
@@ -101,7 +105,8 @@ def require_approval(folder: Path, code: Iterable[KeptCode], how: str = "") -> N
     listed = "".join(f"\n  - {k.what} in {k.place} (sha256 {k.digest})" for k in strange.values())
     how = how or f"dampen.load({str(folder)!r}, trust=True)"
     raise NotApproved(
-        f"{folder} needs code that was not approved on this machine. Nothing of it was run:{listed}\n"
+        f"{folder} needs code that was not approved on this "
+        f"machine. Nothing of it was run:{listed}\n"
         f"Read it. If you trust its author, approve it with {how}."
     )
 
@@ -113,7 +118,8 @@ def _delete_bytecode(source: Path) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise LabError(
-                f"{path} cannot be deleted ({error.strerror}), and Python would run it in place of the approved "
+                f"{path} cannot be deleted ({error.strerror}), and "
+                "Python would run it in place of the approved "
                 f"{source.name}. Delete it, or copy the study to a folder that you can write to."
             ) from error
 
@@ -129,7 +135,8 @@ def _approved() -> set[str]:
         others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if found.st_uid != os.getuid() or others:
             raise LabError(
-                f"{path} holds your approvals of code, but others can write to it. Make sure that it is yours, then "
+                f"{path} holds your approvals of code, but others can write "
+                "to it. Make sure that it is yours, then "
                 f"type: chmod 600 {path}"
             )
     return _approved_here | {line.split(" ", 1)[0] for line in lines}
@@ -234,8 +241,10 @@ def require_no_remote_code(folder: str | Path) -> None:
             raise ConfigError(
                 "The model",
                 [
-                    f"{path} has an auto_map: this model needs Python code that comes with it, and dampen runs none of "
-                    "it. Read that code, build the model in a function of your own, and pass FILE.py:FUNCTION as model"
+                    f"{path} has an auto_map: this model needs Python code "
+                    "that comes with it, and dampen runs none of "
+                    "it. Read that code, build the model in a function of "
+                    "your own, and pass FILE.py:FUNCTION as model"
                 ],
             )
 
@@ -249,8 +258,9 @@ def _names_code(config: Any) -> bool:
 
 
 def _sources(place: Path) -> tuple[dict[str, str], tuple[Path, ...]]:
-    """Everything that Python could import of a package or a module, and what of the user's own it imports from
-    elsewhere, by relative path; and which of these files are sources of the user's own."""
+    """Everything that Python could import of a package or a module, and what of the user's own it
+    imports from elsewhere, by relative path; and which of these files are
+    sources of the user's own."""
     if not place.is_dir():
         if place.suffix == ".py":
             code = sources_of(place)
@@ -273,7 +283,8 @@ def _sources(place: Path) -> tuple[dict[str, str], tuple[Path, ...]]:
 
 
 def _files(code: Sources) -> dict[str, str]:
-    """The texts of sources by name, with the hashes of compiled modules that Python could import before or beside them."""
+    """The texts of sources by name, with the hashes of compiled modules that Python could import
+    before or beside them."""
     folders = {path.parent for path in code.paths.values()}
     for base in (code.root, *code.places):
         folders |= {base, *(base / name for name in _imported(code) if (base / name).is_dir())}

@@ -1,10 +1,12 @@
-"""Choosing each row's setting on validation, with seeds that the table does not use, before the table is trained.
+"""Choosing each row's setting on validation, with seeds that the table does not use, before the
+table is trained.
 
-The settings come from the recipe's `[search]` (the same number for every row, the baseline too) or from its `[grid]`.
-Each is trained on every tuning seed, and the best mean is chosen (`search_space.select`). With `strength_settings` a
-second stage follows (`search_space.py`). A choice at the end of a range that was searched extends it once: a quarter
-as many settings again beyond that end, then a new choice among all. The test is read once per configuration, when
-the chosen setting is trained on `seeds`. What was tried is kept in `search.json`.
+The settings come from the recipe's `[search]` (the same number for every row, the baseline too) or
+from its `[grid]`. Each is trained on every tuning seed, and the best mean is chosen
+(`search_space.select`). With `strength_settings` a second stage follows (`search_space.py`). A
+choice at the end of a range that was searched extends it once: a quarter as many settings again
+beyond that end, then a new choice among all. The test is read once per configuration, when the
+chosen setting is trained on `seeds`. What was tried is kept in `search.json`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from dampen.studies.table import grid_text, read_results
 from dampen.studies.trainer.user_function import Function
 
 DECAY = (0.01, 3.0)
-"""Where AdamW's weight decay is searched: on little data the best is often far above the usual 0.01 to 0.05."""
+"""Where AdamW's weight decay is searched: on little data the best is often far above
+the usual 0.01 to 0.05."""
 STRENGTHS = (
     "rate",
     "weight",
@@ -66,7 +69,8 @@ def axis_of(key: str, values: Sequence[Any]) -> Axis:
     """The range that a grid's values span; what are no numbers, or all the same, stays a list.
 
     >>> axis_of("train.lr", [0.001, 0.0001, 0.005])
-    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(), least=None, most=None, first=None)
+    Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(),
+    least=None, most=None, first=None)
     >>> axis_of("unit", ["element", "column"]).choices
     ('element', 'column')
     """
@@ -82,10 +86,11 @@ def make_searchable(
 ) -> tuple[Recipe, dict[str, list[Axis]]]:
     """A recipe whose rows have something to search for, and the axes of each row.
 
-    With a search of its own the recipe says the axes, with a grid they span it. Without one they are the learning rate,
-    from a fifth to five times what the recipe says, the weight decay, and each method's strength around its value (a
-    rate up to 0.8). What a row says itself of the first two is left as it says. Every row gets the same number of
-    trials, so that no method is tuned harder than another.
+    With a search of its own the recipe says the axes, with a grid they span it. Without one they
+    are the learning rate, from a fifth to five times what the recipe says, the weight decay, and
+    each method's strength around its value (a rate up to 0.8). What a row says itself of the first
+    two is left as it says. Every row gets the same number of trials, so that no method is tuned
+    harder than another.
     """
     at = recipe.at(scale)
     if at["search"]:
@@ -109,7 +114,8 @@ def make_searchable(
 
 
 def _of_the_optimizer(at: Mapping[str, Any]) -> list[Axis]:
-    """Learning rate and weight decay; of one's own training only where they are among its parameters."""
+    """Learning rate and weight decay; of one's own training only where they are
+    among its parameters."""
     if "function" in at:
         said, where, usual = at["function"]["params"], "function.params", False
     else:
@@ -149,11 +155,13 @@ def _says(tree: Any, key: str) -> bool:
 
 
 def tuned_recipe(recipe: Recipe, count: int, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a comparison with a search over `count` settings of every row, around what it says (with the
-    `settings` of the command line), the learning rate and the weight decay with the same values in all rows.
+    """The recipe of a comparison with a search over `count` settings of every row, around what it
+    says (with the `settings` of the command line), the learning rate and the weight decay with the
+    same values in all rows.
 
-    Where these two vary beside strengths, a third of the settings belongs to the strengths alone: drawn together, the
-    learning rate and the weight decay decide which setting is best, and the strength beside them is left to chance.
+    Where these two vary beside strengths, a third of the settings belongs to the strengths alone:
+    drawn together, the learning rate and the weight decay decide which setting is best, and the
+    strength beside them is left to chance.
 
     Args:
         recipe: of a comparison.
@@ -216,12 +224,14 @@ LATER = "later"
 """Key in that header: how many trials a second stage will have."""
 SECOND, BEYOND = "second stage", "beyond the ranges"
 GOING = (0, 1, 5)
-"""Exit codes after which a choice is possible: settings whose runs failed or diverged lose, and nothing else does."""
+"""Exit codes after which a choice is possible: settings whose runs failed or diverged lose, and
+nothing else does."""
 
 
 @dataclass
 class Tuning:
-    """The settings that are tried: the plan of their trials, the axes of each row, and what extended them."""
+    """The settings that are tried: the plan of their trials, the axes of each row, and what
+    extended them."""
 
     plan: Comparison
     axes: dict[str, list[Axis]]
@@ -235,7 +245,8 @@ class Tuning:
     def of(
         self, rows: Sequence[str], after: Mapping[str, int] | None = None, stage: str = ""
     ) -> Comparison:
-        """The plan of these rows alone, or of all; of the settings after the first so many of each row, where given."""
+        """The plan of these rows alone, or of all; of the settings after the first so many of each
+        row, where given."""
         kept = [row for row in self.plan.configs if not rows or row.name in rows]
         if after is not None:
             kept = [replace(row, settings=row.settings[after[row.name] :]) for row in kept]
@@ -304,8 +315,9 @@ def tuning_plan(
     rows: Sequence[str],
     check_names: bool = True,
 ) -> Comparison | None:
-    """The trials that choose, as far as they are known before any has run; None where nothing is chosen. Its header
-    says how many follow in a second stage; extended ranges come on top of that."""
+    """The trials that choose, as far as they are known before any has run; None where nothing is
+    chosen. Its header says how many follow in a second stage; extended
+    ranges come on top of that."""
     tuning = make_tuning(recipe, scale, settings, check_names)
     plan = tuning.of(rows) if tuning is not None else None
     if tuning is None or plan is None or not plan.configs:
@@ -324,7 +336,8 @@ def _grid_axes(row: Config) -> list[Axis]:
 
 
 def as_large(plan: Comparison, tuning: Comparison) -> Comparison:
-    """The plan with as many trials as it will have once its points are chosen, whichever they are."""
+    """The plan with as many trials as it will have once its points are
+    chosen, whichever they are."""
     return _at(plan, {row.name: row.settings[0].grid for row in tuning.configs})
 
 
@@ -349,8 +362,8 @@ def tune(
     rows: Sequence[str],
     run: Callable[[Comparison, Path], int],
 ) -> tuple[Comparison, int]:
-    """Run the tuning trials with `run` (a plan and a folder to an exit code) and choose. A code that is not 0 says why
-    nothing could be chosen.
+    """Run the tuning trials with `run` (a plan and a folder to an exit code) and choose. A code
+    that is not 0 says why nothing could be chosen.
 
     With `rows` only these are run; the others keep what is recorded of them.
 
@@ -416,18 +429,21 @@ def tune(
 def _check_chosen(
     tuning: Comparison, chosen: Mapping[str, Any], results: Mapping[str, Any], place: Path
 ) -> None:
-    """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that is its result."""
+    """A row of which nothing can be chosen stops the run, unless all its runs diverged: then that
+    is its result."""
     for row in tuning.configs:
         ended = [id in results for point in row.settings for id in point.ids.values()]
         if row.name not in chosen and not all(ended):
             raise LabError(
-                f"No setting of {row.name!r} can be selected: none of its tuning runs finished. The errors are in "
+                f"No setting of {row.name!r} can be selected: none of its "
+                "tuning runs finished. The errors are in "
                 f"{place}. Correct the method or remove it, then rerun the same command to resume."
             )
 
 
 def own_metric(function: Function | None) -> tuple[str, str]:
-    """The metric by which settings of a training of the user's own are chosen; refuses where none was said."""
+    """The metric by which settings of a training of the user's own are chosen;
+    refuses where none was said."""
     if function is None or function.metric is None:
         problem = "say which validation metric of your function it goes by, such as --metric accuracy or --metric nll:min"
         raise ConfigError("The search", [f"metric: {problem}"])
@@ -435,7 +451,8 @@ def own_metric(function: Function | None) -> tuple[str, str]:
 
 
 def chosen_in_words(folder: Path) -> list[str]:
-    """What was chosen for each row, a line each, from the record of a folder; nothing where nothing was tuned.
+    """What was chosen for each row, a line each, from the record of a folder; nothing
+    where nothing was tuned.
 
     Args:
         folder: of the comparison.
@@ -495,9 +512,11 @@ def _beyond(
     settings: int,
     refused: Callable[[AxisValues], bool],
 ) -> list[tuple[str, bool, list[AxisValues]]]:
-    """A quarter of the settings again, shared by the ends at which the choice lies; the other values stay chosen.
+    """A quarter of the settings again, shared by the ends at which the choice lies; the other
+    values stay chosen.
 
-    Where a method refuses the end, such as R-Drop on dropout at rate 0, the same number of steps stops before it.
+    Where a method refuses the end, such as R-Drop on dropout at rate 0, the same number of steps
+    stops before it.
     """
     by_key, chosen = {axis.key: axis for axis in axes}, selection.chosen.values
     ends = [(key, upwards) for key, upwards in selection.edges if by_key[key].beyond(upwards, 1)]

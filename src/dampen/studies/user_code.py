@@ -1,9 +1,10 @@
-"""The identity of a user's code: a hash of the syntax trees of a file and of the user's files that it imports.
+"""The identity of a user's code: a hash of the syntax trees of a file and of the
+user's files that it imports.
 
-`user_modules.py` says which files these are. Until 0.2 only those below the file's own folder counted: where others are
-imported, `Code.earlier` is the hash that older records have. Comments, layout and docstrings do not count, nor does the
-part of a script that only starts the comparison. A function typed into a notebook has no file: there the sources of all
-that it reaches count instead.
+`user_modules.py` says which files these are. Until 0.2 only those below the file's own folder
+counted: where others are imported, `Code.earlier` is the hash that older records have. Comments,
+layout and docstrings do not count, nor does the part of a script that only starts the comparison. A
+function typed into a notebook has no file: there the sources of all that it reaches count instead.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Sources:
 
 
 def package_root(file: Path) -> Path:
-    """The folder from which imports of a file are found: its own, or the one above its outermost package."""
+    """The folder from which imports of a file are found: its own, or the one above
+    its outermost package."""
     folder = file.resolve().parent
     while (folder / "__init__.py").exists():
         folder = folder.parent
@@ -72,8 +74,8 @@ def sources_of(file: Path, places: Sequence[Path | str] | None = None) -> Source
 
     Args:
         file: where to begin.
-        places: the only folders, beside the file's own, in which modules are looked for; default: wherever Python
-            finds them now.
+        places: the only folders, beside the file's own, in which modules are looked for; default:
+            wherever Python finds them now.
     """
     root = package_root(file)
     return _followed([file.resolve()], root, places)
@@ -172,7 +174,8 @@ def _holds(folder: Path, name: str) -> bool:
 
 
 def _modules(base: Path, parts: list[str]) -> Iterator[Path]:
-    """`a.b.c` below `base`: the packages on the way and the module, as far as there are such files."""
+    """`a.b.c` below `base`: the packages on the way and the module, as far as
+    there are such files."""
     if (base / "__init__.py").is_file():
         yield base / "__init__.py"
     for i in range(1, len(parts) + 1):
@@ -183,7 +186,8 @@ def _modules(base: Path, parts: list[str]) -> Iterator[Path]:
 
 
 def _place_of(name: str, places: Sequence[Path | str] | None, found: Sources) -> Path | None:
-    """The folder from which a module is imported that is not beside the file; None where it is not the user's own."""
+    """The folder from which a module is imported that is not beside the file; None where it is not
+    the user's own."""
     if name in sys.stdlib_module_names or name == OWN.name:
         return None
     if places is not None:
@@ -234,8 +238,8 @@ def is_users(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Code:
-    """A function's name for people, the hash of its code, and the files it is made of, relative to `root` or to one of
-    `places`."""
+    """A function's name for people, the hash of its code, and the files it is made of, relative to
+    `root` or to one of `places`."""
 
     name: str
     digest: str
@@ -298,7 +302,8 @@ def digest_of_file(file: Path, places: Sequence[str] | None = None) -> str:
 
 
 def code_of_class(kind: type) -> str:
-    """The hash of the code of a class: of its file and what that imports, or of its source in a notebook."""
+    """The hash of the code of a class: of its file and what that imports, or of its
+    source in a notebook."""
     file = _file(kind)
     return (
         digest_of_file(file)
@@ -334,7 +339,8 @@ def normalized(tree: ast.AST) -> str:
 
 
 def _without_start(tree: ast.Module) -> ast.Module:
-    """A script without what only starts or shows the comparison: more seeds there must not make new trials."""
+    """A script without what only starts or shows the comparison: more seeds there
+    must not make new trials."""
     kept: list[ast.stmt] = []
     made: set[str] = set()
     for statement in tree.body:
@@ -388,7 +394,8 @@ def _file(function: Any) -> Path | None:
 
 
 def _reachable(thing: Any, seen: set[int]) -> Iterator[str]:
-    """The sources of a function and of all that it names, as far as it was typed where the function was."""
+    """The sources of a function and of all that it names, as far as it was typed
+    where the function was."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

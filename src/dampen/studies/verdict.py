@@ -1,9 +1,11 @@
-"""Verdicts: better, worse, equal within the margin, or inconclusive; each with the interval that says the same.
+"""Verdicts: better, worse, equal within the margin, or inconclusive; each with the
+interval that says the same.
 
-Two kinds of test. A *fixed plan* (the number of seeds was chosen before) is judged by paired t-tests; a plan that was
-looked at while it grew is judged by the e-process of `stats.py`. Either way p values are corrected over the rows
-by Holm's method, and a row's interval is made at the level at which the row was judged. Rows that were added after the
-study had been looked at share a level of their own (`LATER`): whoever adds methods until one is significant is not
+Two kinds of test. A *fixed plan* (the number of seeds was chosen before) is judged by paired
+t-tests; a plan that was looked at while it grew is judged by the e-process of `stats.py`. Either
+way p values are corrected over the rows by Holm's method, and a row's interval is made at the level
+at which the row was judged. Rows that were added after the study had been looked at share a level
+of their own (`LATER`): whoever adds methods until one is significant is not
 given 5 % anew each time.
 
 >>> plain = {"0": 70.0, "1": 72.0, "2": 71.0, "3": 69.0, "4": 70.5}
@@ -49,7 +51,8 @@ from dampen.studies.stats import (
 )
 
 Word = Literal["better", "worse", "equal", "inconclusive", "no gain"]
-"""`no gain` exists in races only: the row cannot win by the margin any more, and gets no more seeds."""
+"""`no gain` exists in races only: the row cannot win by the margin any more,
+and gets no more seeds."""
 Test = Literal["fixed", "sequential"]
 KINDS: dict[Test, str] = {
     "fixed": "paired t-test, number of seeds planned before",
@@ -58,9 +61,11 @@ KINDS: dict[Test, str] = {
 MOST_EFFECTS = 500
 """In larger families effects and second opinions are left out: they would take most of the time."""
 LATER = 0.2
-"""Share of the level that all rows added after a look have together; each later addition gets half of what is left."""
+"""Share of the level that all rows added after a look have together; each later addition gets half
+of what is left."""
 TURNED = "earlier seeds pointed the other way than the mean of all seeds"
-"""The evidence of a sequential test is that of its strongest look, which the mean may have left since."""
+"""The evidence of a sequential test is that of its strongest look, which the
+mean may have left since."""
 NO_VARIATION = "the metric does not vary with the seed"
 Values = Mapping[str, float]
 """A number by seed, in the unit of tables."""
@@ -68,7 +73,8 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row against its reference in one metric. `low` to `high` is the row's interval at `level`."""
+    """A row against its reference in one metric. `low` to `high` is the
+    row's interval at `level`."""
 
     difference: float
     n: int
@@ -121,7 +127,8 @@ def judge(
     test: Test = "fixed",
     added: Mapping[str, int] | None = None,
 ) -> dict[str, Verdict]:
-    """Every row (a value per seed) against the reference row. `better` ('max' or 'min') overrides the metric's own.
+    """Every row (a value per seed) against the reference row. `better` ('max' or 'min') overrides
+    the metric's own.
 
     Args:
         rows: a value per seed for each configuration, in the unit of tables.
@@ -149,7 +156,8 @@ def judge_pairs(
 ) -> dict[str, Verdict]:
     """Rows with their references, as one family: p values are corrected over all of them.
 
-    A row with too few shared seeds counts in the number of tests, so that verdicts do not change when it fills up.
+    A row with too few shared seeds counts in the number of tests, so that verdicts do not change
+    when it fills up.
 
     Args:
         pairs: for each configuration its values and those of its reference, by seed.
@@ -157,7 +165,8 @@ def judge_pairs(
         better: 'max' or 'min'; default: the metric's own direction.
         margin: the smallest difference of interest; default: the metric's.
         test: 'fixed' for a number of seeds chosen before, 'sequential' for one that grew.
-        added: the number of the addition, from 1, of configurations added after a look at the others.
+        added: the number of the addition, from 1, of configurations added
+            after a look at the others.
     """
     metric = describe(metric) if isinstance(metric, str) else metric
     upwards = (better or metric.better or "max") == "max"
@@ -206,7 +215,8 @@ def _judge_family(
 
 
 def _is_constant(ours: Values, theirs: Values) -> bool:
-    """Whether neither configuration varies over the shared seeds: then all of them are one observation."""
+    """Whether neither configuration varies over the shared seeds: then all of them are one
+    observation."""
     shared = [s for s in ours if s in theirs]
     return len(shared) > 1 and not any(
         has_spread([row[s] for s in shared]) for row in (ours, theirs)
@@ -214,7 +224,8 @@ def _is_constant(ours: Values, theirs: Values) -> bool:
 
 
 def _beaten(judged: dict[str, Verdict], upwards: bool) -> dict[str, Verdict]:
-    """In a race an open row whose interval lies wholly below that of the best row is out as well."""
+    """In a race an open row whose interval lies wholly below that of the
+    best row is out as well."""
     better = {name: c for name, c in judged.items() if c.verdict == "better"}
     if not better:
         return judged
@@ -236,7 +247,8 @@ def _p(differences: Sequence[float], test: Test) -> float | None:
 
 @dataclass(frozen=True)
 class Levels:
-    """The level of a row's own interval, that of the widest one of its family, and whether the row is decided."""
+    """The level of a row's own interval, that of the widest one of its family, and
+    whether the row is decided."""
 
     own: float
     widest: float
@@ -311,9 +323,11 @@ def _word(
     upwards: bool,
     test: Test,
 ) -> tuple[Word, str]:
-    """The verdict, and the reason of a row that is out of a race or whose looks contradict each other.
+    """The verdict, and the reason of a row that is out of a race or whose
+    looks contradict each other.
 
-    `own` is the row's interval and `widest` that at level / rows. `pointing` has the sign of the evidence.
+    `own` is the row's interval and `widest` that at level / rows. `pointing` has
+    the sign of the evidence.
     """
     if decided and pointing != 0:
         if test == "sequential" and not (own[0] > 0 if pointing > 0 else own[1] < 0):
@@ -353,8 +367,9 @@ def _named(d: Sequence[float], test: Test) -> str:
 def contenders(rows: Mapping[str, Values], mode: str, test: Test = "fixed") -> list[str]:
     """The rows that do not differ significantly from the one with the best mean, that one first.
 
-    The row that is truly best is among them in at least 95 of 100 tables: it is left out only where the leading row is
-    significantly better than it, one-sided, at 5 % divided by the number of the other rows.
+    The row that is truly best is among them in at least 95 of 100 tables: it is left out only where
+    the leading row is significantly better than it, one-sided, at 5 % divided by the
+    number of the other rows.
 
     Args:
         rows: a value per seed for each configuration.

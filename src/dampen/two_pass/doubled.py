@@ -1,11 +1,14 @@
-"""One batch for both passes: where every draw is a sample's own, a batch that holds each sample twice is two passes.
+"""One batch for both passes: where every draw is a sample's own, a batch that holds each sample
+twice is two passes.
 
-A small model spends its time on calling operations, not in them, so one forward of twice the batch costs less than two.
-The first call of the model's forward in a step runs on the doubled batch and returns its first half; the second, if
-it gets the same arguments, returns the other half. So whatever the user's function does around the model happens
-twice, as it did. That halves do not touch each other is not taken for granted: what is known beforehand (draws that a
-batch shares, batch norm, penalties, hooks) is refused by name, and once per form of the input the model is run, with
-everything random silent, on a batch and on the same batch with strangers behind it, and must give the same.
+A small model spends its time on calling operations, not in them, so one forward of twice the batch
+costs less than two. The first call of the model's forward in a step runs on the doubled batch and
+returns its first half; the second, if it gets the same arguments, returns the other half. So
+whatever the user's function does around the model happens twice, as it did. That halves do not
+touch each other is not taken for granted: what is known beforehand (draws that a batch shares,
+batch norm, penalties, hooks) is refused by name, and once per form of the input the model is run,
+with everything random silent, on a batch and on the same batch with strangers behind
+it, and must give the same.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from dampen.regularizer import Regularizer
 
 
 def own_randomness(named: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The modules that draw in training, by name: dropout with p > 0, and modules with a rate of the kind (`drop_prob`,
-    `attention_dropout`, `layerdrop`) between 0 and 1.
+    """The modules that draw in training, by name: dropout with p > 0, and modules with a rate of
+    the kind (`drop_prob`, `attention_dropout`, `layerdrop`) between 0 and 1.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0))
     >>> own_randomness(model.named_modules())
@@ -59,8 +62,9 @@ def draws(module: nn.Module) -> bool:
 # --- one batch for both passes
 
 DOUBLED_BELOW = 200_000
-"""Numbers that enter the first block in one pass (samples x tokens x channels) from which on two passes are run: there
-operations take longer than calling them. See `LOG.md` for the ratios that it was read from."""
+"""Numbers that enter the first block in one pass (samples x tokens x channels) from which on two
+passes are run: there operations take longer than calling them. See `LOG.md` for the ratios that it
+was read from."""
 BEGUN_APART = "this training began with two passes and keeps their draws"
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -69,7 +73,8 @@ Silence = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
 class DoubledBatch:
-    """The doubled batch of one model: whether it may be, and during a step the arguments and the other half."""
+    """The doubled batch of one model: whether it may be, and during a step the
+    arguments and the other half."""
 
     def __init__(self, why: str = "", first_block: nn.Module | None = None) -> None:
         self.why = why  # why never, once that is known
@@ -91,13 +96,14 @@ class DoubledBatch:
         self.gradients = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, of which none is inside a step; their modules are looked up anew."""
+        """For copies and pickles, of which none is inside a step; their
+        modules are looked up anew."""
         fresh = DoubledBatch(self.why)
         return {**fresh.__dict__, "blocks": self.blocks}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Continue as the training began that a handle's state is of: two passes draw in another order than a doubled
-        batch. States of before know nothing of either."""
+        """Continue as the training began that a handle's state is of: two passes draw in another
+        order than a doubled batch. States of before know nothing of either."""
         self.why = self.why or str(state.get("never_doubled", BEGUN_APART))
 
     def starts(self) -> bool:
@@ -116,7 +122,8 @@ class DoubledBatch:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """The model's forward inside a step: `forward` with the methods, `bare` without, under `silence`."""
+        """The model's forward inside a step: `forward` with the methods, `bare`
+        without, under `silence`."""
         leaves = [*args, *kwargs.values()]
         if self.turn == 2:
             return self._other_half(forward, leaves, args, kwargs)
@@ -222,7 +229,8 @@ def plan_doubled(clones: Iterable[Regularizer], first_block: nn.Module | None) -
 
 
 def shared_in_batch(model: nn.Module) -> str:
-    """What in a model's modules belongs to a whole batch: statistics, draws of an unknown kind, graphs of its shape."""
+    """What in a model's modules belongs to a whole batch: statistics, draws of an unknown kind,
+    graphs of its shape."""
     for name, m in model.named_modules():
         if getattr(m, "running_mean", None) is not None:
             return f"'{name}' ({type(m).__name__}) has statistics of the batch"
@@ -292,7 +300,8 @@ def measured(blocks: Sequence[nn.Module], sizes: list[int]) -> Iterator[None]:
 
 
 def _compared(alone: list[Any], together: list[Any], batch: int) -> str:
-    """Why the outputs of a batch alone and with as many copies of its first sample behind it are not halves."""
+    """Why the outputs of a batch alone and with as many copies of its first sample
+    behind it are not halves."""
     if len(alone) != len(together) or not alone:
         return "the model's output has another form for a doubled batch"
     for a, t in zip(alone, together, strict=True):
@@ -311,7 +320,8 @@ def _compared(alone: list[Any], together: list[Any], batch: int) -> str:
 
 
 def _rounding(output: Tensor) -> float:
-    """How far outputs may lie apart because sums were taken in another order: half of the digits."""
+    """How far outputs may lie apart because sums were taken in another
+    order: half of the digits."""
     kind, device = output.dtype if output.is_floating_point() else torch.float32, output.device.type
     if torch.is_autocast_enabled(device):
         kind = torch.get_autocast_dtype(device)
@@ -322,7 +332,8 @@ def _rounding(output: Tensor) -> float:
 
 
 def _unfit_place() -> str:
-    """Where a batch is never doubled: no comparisons, or other processes and graphs that know its size."""
+    """Where a batch is never doubled: no comparisons, or other processes and
+    graphs that know its size."""
     if torch.is_inference_mode_enabled() or in_functorch():
         return "inference mode or a functional transform"
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,12 +1,13 @@
 """The shared prefix of a two-pass step: blocks below the first perturbed one are computed once.
 
-In the first pass each block that runs before anything is perturbed leaves its output; in the second it gives that
-output back, if it gets the same arguments. So every reader of a lower block (the next block, a skip connection, a
-list of hidden states) gets in the second pass exactly what a second computation would have given, and the gradients of
-both passes meet in one graph. What cannot be shared is computed again, and `why` says why: a block that draws at random
-or keeps a state of its own, one that gets a cache or hands out something beside its output (an inner hook), or one
-whose input differs between the passes, because something random is below it. Where it is known from the start that
-no block can be shared, both passes may be one doubled batch (`doubled.py`)."""
+In the first pass each block that runs before anything is perturbed leaves its output; in the second
+it gives that output back, if it gets the same arguments. So every reader of a lower block (the next
+block, a skip connection, a list of hidden states) gets in the second pass exactly what a second
+computation would have given, and the gradients of both passes meet in one graph. What cannot be
+shared is computed again, and `why` says why: a block that draws at random or keeps a state of its
+own, one that gets a cache or hands out something beside its output (an inner hook), or one whose
+input differs between the passes, because something random is below it. Where it is known from the
+start that no block can be shared, both passes may be one doubled batch (`doubled.py`)."""
 
 from __future__ import annotations
 
@@ -63,8 +64,10 @@ class SharedBlocks:
         me = threading.get_ident()
         if self.thread.setdefault("at work", me) != me:
             raise RuntimeError(
-                "A step of two passes is under way in another thread, and both would share what the blocks keep "
-                "between the passes. Give each thread a copy of the model (copy.deepcopy(reg) copies both)."
+                "A step of two passes is under way in another thread, "
+                "and both would share what the blocks keep "
+                "between the passes. Give each thread a copy of "
+                "the model (copy.deepcopy(reg) copies both)."
             )
         self.shared = []
         try:
@@ -168,7 +171,8 @@ class PrefixSite:
         """Give the first pass's output again, if the question is the same."""
         if not same(self.asked or [], pytree.tree_leaves((args, kwargs))):
             self.prefix.give_up(
-                f"the input of '{self.name}' differs between the passes: something random is below it"
+                f"the input of '{self.name}' differs between "
+                "the passes: something random is below it"
             )
         elif _versions(self.output) != self.versions:
             self.prefix.give_up(f"the output of '{self.name}' is changed in place above it")
@@ -215,8 +219,9 @@ def prefix_forward(base: Callable[..., Any]) -> Callable[..., Any]:
                 return site.record(self, base, args, kwargs)
             prefix.open = False
         if prefix.mode == "record" and site.asked is not None:
-            # found now and not at the second pass: a step that shared half would sum its gradients in another order
-            # than all later ones, and a run that is resumed there would differ by an ulp
+            # found now and not at the second pass: a step that shared half would sum its gradients
+            # in another order than all later ones, and a run that is resumed
+            # there would differ by an ulp
             prefix.give_up(f"'{site.name}' runs several times in one pass")
         if prefix.mode == "replay" and site.asked is not None:
             return site.replay(self, base, args, kwargs)
@@ -230,7 +235,8 @@ def plan_prefix(
     clones: Mapping[str, Sequence[Regularizer]],
     own: Sequence[Regularizer],
 ) -> tuple[SharedBlocks, list[tuple[nn.Module, PrefixSite]]]:
-    """Which blocks could share their output: a site for each, and why none can where that is known beforehand."""
+    """Which blocks could share their output: a site for each, and why none can where
+    that is known beforehand."""
     prefix, found = SharedBlocks(), []
     for plan in plans:
         here = list(clones.get(plan.name, ()))
@@ -267,16 +273,19 @@ def perturbs(clone: Regularizer) -> bool:
 
 
 def refuse_gathered_blocks(model: nn.Module) -> None:
-    """Raise where DeepSpeed's ZeRO-3 gathers whole blocks: it then expects one forward of each before a backward, and
-    two end in an assertion that says nothing of it."""
+    """Raise where DeepSpeed's ZeRO-3 gathers whole blocks: it then expects one forward of each
+    before a backward, and two end in an assertion that says nothing of it."""
     if not hasattr(next(model.parameters(), None), "ds_id"):
         return
     whole = next((name for name, m in model.named_modules() if getattr(m, "_z3_leaf", False)), None)
     if whole is not None:
         raise RuntimeError(
-            f"DeepSpeed's ZeRO-3 gathers '{whole}' as a whole (set_z3_leaf_modules), and can then run it once before a "
-            "backward, but two passes are compared here. Leave set_z3_leaf_modules out, and with it the penalties that "
-            "need it (ExplicitDropout on q, k or v, ExplicitMixout); or leave R-Drop and Consistency out; or use "
+            f"DeepSpeed's ZeRO-3 gathers '{whole}' as a whole "
+            "(set_z3_leaf_modules), and can then run it once before a "
+            "backward, but two passes are compared here. Leave "
+            "set_z3_leaf_modules out, and with it the penalties that "
+            "need it (ExplicitDropout on q, k or v, ExplicitMixout); or "
+            "leave R-Drop and Consistency out; or use "
             "ZeRO-2, which runs both."
         )
 

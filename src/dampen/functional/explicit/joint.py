@@ -1,4 +1,5 @@
-"""Penalties of several layers at once (arXiv 2604.20505): the attended value A V, and one mask for several projections."""
+"""Penalties of several layers at once (arXiv 2604.20505): the attended value A V, and one mask for
+several projections."""
 
 from __future__ import annotations
 
@@ -229,7 +230,8 @@ def _one_input(call: Call) -> list[Tensor]:
     if call.cross or not same:
         raise RuntimeError(
             "joint is one mask on the input of queries, keys and values, but in "
-            f"{at(call)} they read different inputs. Use query_key, value and attended_value there, or regularize(..., "
+            f"{at(call)} they read different inputs. Use query_key, value and "
+            "attended_value there, or regularize(..., "
             "attention='self')."
         )
     return list({id(t): t for t in inputs}.values())

@@ -353,8 +353,8 @@ def _split(room: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 class Strided(NamedTuple):
-    """The memory layout of a tensor, computed once for forward and backward: slabs, groups, rows and size, and the
-    strides of its own and of a gradient like it."""
+    """The memory layout of a tensor, computed once for forward and backward: slabs, groups, rows
+    and size, and the strides of its own and of a gradient like it."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, ...]

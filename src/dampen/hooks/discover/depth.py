@@ -1,4 +1,5 @@
-"""The depth of layers: their place in the order in which they run, from 0 to 1 in each tower of the model."""
+"""The depth of layers: their place in the order in which they run, from 0 to 1 in
+each tower of the model."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ _LIST_OF_ITS_OWN = {"r_layers"}  # of objects, beside the layers of words (LXMER
 
 
 def towers_of(names: Sequence[str]) -> list[str]:
-    """The tower that each layer belongs to: what its name says up to the first word for a modality or a side; where
-    such a tower has several sides itself (an encoder-decoder beside a vision model), the side.
+    """The tower that each layer belongs to: what its name says up to the first word for a modality
+    or a side; where such a tower has several sides itself (an encoder-decoder beside a vision
+    model), the side.
 
     >>> towers_of(["visual.blocks.0", "transformer.blocks.0", "down_blocks.0", "mid_block", "up_blocks.0"])
     ['visual', '', '', '', '']
@@ -49,14 +51,15 @@ def towers_of(names: Sequence[str]) -> list[str]:
 
 
 def _upper_half(tower: str, towers: Sequence[str]) -> str:
-    """A decoder that continues where a tower of its name ends: "text" and "text_decoder" of CoCa are one path."""
+    """A decoder that continues where a tower of its name ends: "text" and "text_decoder" of CoCa
+    are one path."""
     lower = tower.removesuffix("_decoder")
     return lower if lower in towers else tower
 
 
 def _tower_of(name: str) -> tuple[str, str]:
-    """What a name says up to its first word for a tower, and up to its last one for a side. Elements of a list are
-    stages of one path, so the part after a number says nothing."""
+    """What a name says up to its first word for a tower, and up to its last one for a side.
+    Elements of a list are stages of one path, so the part after a number says nothing."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
     if _LIST_OF_ITS_OWN & set(parts[:first]):
@@ -94,7 +97,8 @@ class Order:
         self.start()
 
     def start(self) -> None:
-        """A forward of the model starts: use what the one before it has shown, and watch this one."""
+        """A forward of the model starts: use what the one before it has
+        shown, and watch this one."""
         if self.known:
             return
         if self.ran:
@@ -107,8 +111,8 @@ class Order:
             layer.order = None if self.known else self
 
     def saw(self, layer: Layer, module: nn.Module) -> None:
-        """A module of a layer starts, for the first time in this forward. A layer around others (a model with a pooling
-        of its own) starts with its parts."""
+        """A module of a layer starts, for the first time in this forward. A layer around others (a
+        model with a pooling of its own) starts with its parts."""
         starts = id(layer) not in self.around or "_dampen_block" not in vars(module)
         if starts and threading.get_ident() == self.thread:
             layer.order = None
@@ -140,8 +144,10 @@ class Order:
         method = next((c for c in before.clones if "tokens" in c.stages), None)
         if method is not None and first is not before:
             raise RuntimeError(
-                f"{type(method).__name__} acts on the tokens that enter the first layer and was put into "
-                f"'{before.site.name}', but '{first.site.name}' runs before it. Choose the layers so that the first "
+                f"{type(method).__name__} acts on the tokens "
+                "that enter the first layer and was put into "
+                f"'{before.site.name}', but '{first.site.name}' runs before "
+                "it. Choose the layers so that the first "
                 "one listed runs first (target_modules=), or leave the method out."
             )
 

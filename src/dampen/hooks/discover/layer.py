@@ -1,4 +1,5 @@
-"""The layer around an attention, found by structure: which module it is, and which linear layers are in it."""
+"""The layer around an attention, found by structure: which module it is, and which
+linear layers are in it."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from dampen.hooks.discover.source import adds
 NAME = re.compile(r"attention|attn", re.IGNORECASE)
 PROJECTIONS = {"q", "k", "v", "qkv", "kv"}
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Containers: only a Sequential has a forward, and none of them is a block that adds its residual."""
+"""Containers: only a Sequential has a forward, and none of them is a block
+that adds its residual."""
 
 
 @dataclass
 class LinearPlan:
-    """A linear map of a layer: its module, its role, and the attention module it lies in, if any."""
+    """A linear map of a layer: its module, its role, and the attention
+    module it lies in, if any."""
 
     module: nn.Module
     role: str
@@ -56,7 +59,8 @@ def parents(name: str) -> list[str]:
 
 def names_below(names: Iterable[str]) -> dict[str, list[str]]:
     """For each dotted name that holds some of these, which of them lie strictly below it. A model
-    of a thousand layers is looked through by this once, instead of comparing each name with each."""
+    of a thousand layers is looked through by this once, instead of
+    comparing each name with each."""
     found: dict[str, list[str]] = {}
     for name in names:
         for parent in parents(name):
@@ -81,7 +85,8 @@ class Attentions(dict[str, nn.Module]):
 
 
 def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
-    """The name of the layer around an attention: the closest ancestor that also holds linear maps outside attention."""
+    """The name of the layer around an attention: the closest ancestor that also holds linear maps
+    outside attention."""
     parts = name.split(".") if name else []
     for i in range(len(parts) - 1, 0, -1):
         ancestor = ".".join(parts[:i])
@@ -89,7 +94,8 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
         if NAME.search(type(module).__name__) and not _holds_feed_forward(
             module, ancestor, attentions
         ):
-            continue  # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
+            # a wrapper that adds the output projection (BERT) or the norm (T5) is not yet the layer
+            continue
         if _wraps_sublayer(model, ancestor, module):
             continue
         if _outside_attention(model, ancestor, attentions):
@@ -113,7 +119,8 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
             return element
     if elements:
         return ".".join(parts[: elements[-1]])
-    # the model itself is the layer, where all its attentions are its children and none is a block of its own
+    # the model itself is the layer, where all its attentions are its children and
+    # none is a block of its own
     if any("." in n for n in attentions) or is_whole_block(model.get_submodule(name)):
         return name
     roles = feed_forward_roles(_outside_attention(model, "", attentions))
@@ -121,8 +128,8 @@ def scope_of(model: nn.Module, name: str, attentions: Attentions) -> str:
 
 
 def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether a module in a list of sublayers only projects what enters and leaves an attention (CrossViT): it adds no
-    residual and has no name of a feed-forward in it."""
+    """Whether a module in a list of sublayers only projects what enters and leaves an attention
+    (CrossViT): it adds no residual and has no name of a feed-forward in it."""
     if isinstance(module, LISTS) or not isinstance(
         model.get_submodule(name.rpartition(".")[0]), nn.ModuleList
     ):
@@ -133,8 +140,9 @@ def _wraps_sublayer(model: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: str) -> bool:
-    """Whether an element of a list adds its residual itself, so that it is a layer although its neighbors hold all the
-    linear layers beside attention (experts kept as parameters, blocks of one sublayer each)."""
+    """Whether an element of a list adds its residual itself, so that it is a layer although its
+    neighbors hold all the linear layers beside attention (experts kept as parameters, blocks of one
+    sublayer each)."""
     if (
         not isinstance(model.get_submodule(holder), nn.ModuleList)
         or holder.rpartition(".")[2].isdigit()
@@ -150,10 +158,12 @@ def _is_layer_of_list(model: nn.Module, holder: str, element: str, attention: st
 def group_sublayers(
     model: nn.Module, scopes: Mapping[str, str], crossing: Callable[[str], bool]
 ) -> tuple[dict[str, str], dict[str, tuple[str, list[str]]]]:
-    """Split scopes that are flat lists of sublayers, [attention, feed-forward, attention, feed-forward, ...]
-    (x-transformers), into layers: an attention, a cross-attention after it, and what follows up to the next attention.
+    """Split scopes that are flat lists of sublayers, [attention, feed-forward, attention,
+    feed-forward, ...] (x-transformers), into layers: an attention, a cross-attention after it, and
+    what follows up to the next attention.
 
-    Returns the scopes by attention, and for each layer made here the list and the names of its elements."""
+    Returns the scopes by attention, and for each layer made here the list and the
+    names of its elements."""
     grouped, made = dict(scopes), {}
     for scope in dict.fromkeys(scopes.values()):
         holder = model.get_submodule(scope)
@@ -193,8 +203,8 @@ def group_sublayers(
 
 
 def _in_parallel_list(model: nn.Module, name: str) -> str:
-    """The feed-forward at the same place of another list of the module that holds the list of an attention (XLM:
-    `attentions` and `ffns`), or ""."""
+    """The feed-forward at the same place of another list of the module that holds the list of an
+    attention (XLM: `attentions` and `ffns`), or ""."""
     holder, _, key = name.rpartition(".")
     above = holder.rpartition(".")[0]
     if not holder or not isinstance(own := model.get_submodule(holder), nn.ModuleList):
@@ -209,8 +219,9 @@ def _in_parallel_list(model: nn.Module, name: str) -> str:
 
 
 def _is_stem(module: nn.Module) -> bool:
-    """Whether an element before the first attention of a list looks at neighbors (a convolution wider than a position
-    that does not work on each channel alone): a stage of its own, no sublayer of the layer after it (MaxViT)."""
+    """Whether an element before the first attention of a list looks at neighbors (a convolution
+    wider than a position that does not work on each channel alone): a stage of its own, no sublayer
+    of the layer after it (MaxViT)."""
     convolutions = [m for m in module.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     return any(max(m.kernel_size) > 1 for m in convolutions)
 
@@ -218,8 +229,9 @@ def _is_stem(module: nn.Module) -> bool:
 def refine_scopes(
     model: nn.Module, scopes: Mapping[str, str], attentions: Attentions
 ) -> dict[str, str]:
-    """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several blocks without linear
-    maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it that adds its residual."""
+    """Scopes that are layers: one that holds other layers (CrossViT), or attentions of several
+    blocks without linear maps (MobileNetV4, iFormer), is a stage, and the layer is the block in it
+    that adds its residual."""
     refined = dict(scopes)
     for name, scope in scopes.items():
         others = [n for n in attentions.below.get(scope, ()) if n != name]
@@ -234,8 +246,8 @@ def refine_scopes(
 
 
 def _stage_of(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:
-    """The element of a list around an attention, where that is a stage: several attentions, and beside them no linear
-    layer (Twins, whose list of stages ends with the classifier)."""
+    """The element of a list around an attention, where that is a stage: several attentions, and
+    beside them no linear layer (Twins, whose list of stages ends with the classifier)."""
     if not isinstance(model.get_submodule(scope), LISTS):
         return ""
     element = ".".join(name.split(".")[: scope.count(".") + 2]) if scope else name.split(".")[0]
@@ -244,7 +256,8 @@ def _stage_of(model: nn.Module, name: str, scope: str, attentions: Attentions) -
 
 
 def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) -> str:
-    """The largest module between a stage and an attention that holds no other attention and adds in its forward."""
+    """The largest module between a stage and an attention that holds no other attention and adds in
+    its forward."""
     parts, start = name.split("."), len(scope.split(".")) if scope else 0
     for i in range(start + 1, len(parts)):
         above = ".".join(parts[:i])
@@ -262,7 +275,8 @@ def _own_block(model: nn.Module, name: str, scope: str, attentions: Attentions) 
 
 
 def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, nn.Module]) -> bool:
-    """Whether a module named like attention has both maps of a feed-forward beside the attention (MaxViT)."""
+    """Whether a module named like attention has both maps of a feed-forward beside
+    the attention (MaxViT)."""
     maps = {
         n: m
         for n, m in module.named_modules()
@@ -282,7 +296,8 @@ def _holds_feed_forward(module: nn.Module, name: str, attentions: Mapping[str, n
 
 
 def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Module]) -> bool:
-    """Whether something below `scope`, outside attention, multiplies: a convolution, or a map of its own kind."""
+    """Whether something below `scope`, outside attention, multiplies: a convolution, or a map of
+    its own kind."""
     return any(
         p.ndim > 1 and closest(f"{scope}.{n}", attentions) is None
         for n, p in model.get_submodule(scope).named_parameters()
@@ -290,8 +305,8 @@ def _has_other_maps(model: nn.Module, scope: str, attentions: Mapping[str, nn.Mo
 
 
 def _owner(model: nn.Module, parts: Sequence[str], end: int) -> str:
-    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the list, if it is one
-    of many."""
+    """Where a layer's sublayers stand in a ModuleList (T5), the layer is the module that owns the
+    list, if it is one of many."""
     inner, outer = ".".join(parts[:end]), ".".join(parts[: end - 1])
     if (
         isinstance(model.get_submodule(inner), nn.ModuleList)
@@ -311,7 +326,8 @@ def is_whole_block(module: nn.Module) -> bool:
 def _outside_attention(
     model: nn.Module, scope: str, attentions: Attentions
 ) -> dict[str, nn.Module]:
-    """The linear maps below `scope` that belong to no attention, by their names inside the scope."""
+    """The linear maps below `scope` that belong to no attention, by their
+    names inside the scope."""
     if scope not in attentions.outside:
         prefix = scope + "." if scope else ""
         attentions.outside[scope] = {
@@ -393,10 +409,11 @@ def _inner_feed_forward(module: nn.Module, by_shape: bool = True) -> dict[str, s
 
 
 def _role_in_block(attention: nn.Module, name: str, said: Mapping[str, str]) -> str:
-    """The role of a linear map in an attention that is its own layer: of its feed-forward, or other.
+    """The role of a linear map in an attention that is its own layer: of
+    its feed-forward, or other.
 
-    The shapes show it only where the projections of the attention are known. Where none is, any map may be one (PaLM's
-    fused map, a block whose maps are called `fc_1` to `fc_4`).
+    The shapes show it only where the projections of the attention are known. Where none is, any map
+    may be one (PaLM's fused map, a block whose maps are called `fc_1` to `fc_4`).
     """
     maps = [n for n, m in attention.named_modules() if is_linear(m) or is_convolution(m)]
     known = any((said.get(n) or attention_role(n, {})) in PROJECTIONS for n in maps)

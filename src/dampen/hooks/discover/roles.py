@@ -1,6 +1,8 @@
-"""Which linear layer of a block does what: q, k, v, a fused qkv or kv, the output, and the feed-forward's two layers.
+"""Which linear layer of a block does what: q, k, v, a fused qkv or kv, the output, and the
+feed-forward's two layers.
 
-Low-rank adapters (peft's LoRA) lie beside a linear layer: they are found here too, and read at each forward.
+Low-rank adapters (peft's LoRA) lie beside a linear layer: they are found here too,
+and read at each forward.
 """
 
 from __future__ import annotations
@@ -15,23 +17,31 @@ from dampen.functional.explicit.layers import LowRank
 from dampen.regularizer import ADAPTERS, UnsupportedModel
 
 _NAMES = {
-    "q": "q_proj query q to_q wq query_proj q_lin linear_q q_attn c_q q_linear Wq project_q W_q w_q "
-    "q_b_proj q_head projection_query fc_q W_query w_qs queries toqueries to_queries query_projection "
+    "q": "q_proj query q to_q wq query_proj q_lin linear_q "
+    "q_attn c_q q_linear Wq project_q W_q w_q "
+    "q_b_proj q_head projection_query fc_q W_query w_qs "
+    "queries toqueries to_queries query_projection "
     "linear_query query_layer query_linear",
-    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk project_k W_k w_k k_head projection_key "
+    "k": "k_proj key k to_k wk key_proj k_lin linear_k c_k k_linear Wk "
+    "project_k W_k w_k k_head projection_key "
     "fc_k W_key w_ks keys tokeys to_keys key_projection linear_key key_layer key_linear",
-    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv project_v W_v w_v v_head projection_value "
-    "fc_v W_value w_vs values tovalues to_values value_projection linear_value value_layer value_linear",
+    "v": "v_proj value v to_v wv value_proj v_lin linear_v c_v v_linear Wv "
+    "project_v W_v w_v v_head projection_value "
+    "fc_v W_value w_vs values tovalues to_values "
+    "value_projection linear_value value_layer value_linear",
     "qkv": "qkv query_key_value in_proj c_attn wqkv Wqkv qkv_proj to_qkv qkvs pwise",
     "kv": "kv kv_proj to_kv c_kv kv_b_proj",
-    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin o_linear attention_out W_o w_o W_out post_proj "
+    "out": "proj out_proj o_proj c_proj to_out dense o wo out out_lin "
+    "o_linear attention_out W_o w_o W_out post_proj "
     "fc_o out_projection unifyheads",
 }
 ATTENTION_ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
 _FFN_NAMES = {
-    "ffn_in": "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj gate_up_proj c_fc intermediate intermediate_dense "
+    "ffn_in": "fc1 linear1 lin1 wi wi_0 wi_1 up_proj gate_proj "
+    "gate_up_proj c_fc intermediate intermediate_dense "
     "dense_h_to_4h fc_in fc1_g fc1_x w12 w_in linear_fc1 ffn",
-    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense dense_4h_to_h fc_out ffn_output linear_fc2 "
+    "ffn_out": "fc2 linear2 lin2 wo down_proj c_proj output output_dense "
+    "dense_4h_to_h fc_out ffn_output linear_fc2 "
     "w_out",
 }
 FFN_IN, FFN_OUT = (set(names.split()) for names in _FFN_NAMES.values())
@@ -50,7 +60,8 @@ _NOT_FFN = (
 
 
 def is_linear(module: nn.Module) -> bool:
-    """An `nn.Linear`, the transposed Conv1D of Hugging Face's GPT-2, or torchtune's linear layer with an adapter."""
+    """An `nn.Linear`, the transposed Conv1D of Hugging Face's GPT-2, or torchtune's linear layer
+    with an adapter."""
     return isinstance(module, nn.Linear) or is_conv1d(module) or is_low_rank(module)
 
 
@@ -64,7 +75,8 @@ def is_convolution(module: nn.Module | None) -> bool:
 
 
 def is_low_rank(module: nn.Module) -> bool:
-    """A linear layer that holds its low-rank adapter and adds it itself, W + s B A (torchtune's LoRALinear)."""
+    """A linear layer that holds its low-rank adapter and adds it itself, W + s B A (torchtune's
+    LoRALinear)."""
     weight = vars(module)["_parameters"].get("weight")
     return (
         weight is not None
@@ -91,7 +103,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Which of the four a linear layer is: looked up once, when it is opened, and not in every forward."""
+    """Which of the four a linear layer is: looked up once, when it is opened, and
+    not in every forward."""
     kinds = {"convolution": is_convolution, "conv1d": is_conv1d, "low rank": is_low_rank}
     return next((kind for kind, fits in kinds.items() if fits(module)), "linear")
 
@@ -122,8 +135,8 @@ def _merged(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def attention_role(name: str, siblings: Mapping[str, nn.Module]) -> str:
-    """The role of a linear map inside an attention module, by the last meaningful part of its name; "other" if none
-    has one.
+    """The role of a linear map inside an attention module, by the last meaningful part of its name;
+    "other" if none has one.
 
     >>> attention_role("q_proj.base_layer", {}), attention_role("q_proj.lora_B.default", {})
     ('q', 'lora_q')
@@ -158,8 +171,8 @@ def adapter_side(name: str) -> str:
 
 
 def _feed_forward_role(parts: Sequence[str]) -> str:
-    """What the last meaningful part of a name says: "ffn.lin2" is the second map. A part "ffn" counts only at the end
-    (ALBERT), because elsewhere it holds both maps."""
+    """What the last meaningful part of a name says: "ffn.lin2" is the second map. A part "ffn"
+    counts only at the end (ALBERT), because elsewhere it holds both maps."""
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] == "ffn" and i < len(parts) - 1:
             continue
@@ -177,8 +190,8 @@ def _is_partner(name: str, other: str, maps: Mapping[str, nn.Module]) -> bool:
 
 
 def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> dict[str, str]:
-    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other. `by_shape`: where no name shows it,
-    the shapes do.
+    """The roles of a block's linear maps outside attention: ffn_in, ffn_out or other. `by_shape`:
+    where no name shows it, the shapes do.
 
     >>> maps = {"mlp.gate_proj": nn.Linear(4, 8), "mlp.up_proj": nn.Linear(4, 8), "mlp.down_proj": nn.Linear(8, 4)}
     >>> list(feed_forward_roles(maps).values())
@@ -260,15 +273,18 @@ def connect_adapters(model: nn.Module) -> int:
 
 
 def read_adapter(lora: Any, where: str) -> LowRank | None:
-    """The adapters at work in this forward; None where they are switched off, or merged into the weight."""
+    """The adapters at work in this forward; None where they are switched off, or
+    merged into the weight."""
     if lora.disable_adapters or lora.merged:
         return None
     names = [n for n in lora.active_adapters if n in lora.lora_A]
     variant = next((n for n in names if n in getattr(lora, "lora_variant", {})), None)
     if variant is not None:
         raise UnsupportedModel(
-            f"the adapter '{variant}' at '{where}' is no plain LoRA (DoRA or another variant), so W + s B A is not its "
-            "map and the penalty would be of something else. Penalize maps without it, or leave the layer out."
+            f"the adapter '{variant}' at '{where}' is no plain LoRA (DoRA or "
+            "another variant), so W + s B A is not its "
+            "map and the penalty would be of something else. Penalize "
+            "maps without it, or leave the layer out."
         )
     if not names:
         return None

@@ -65,7 +65,8 @@ class LayerPlan:
     block: nn.Module | None  # None where no single module is the layer
     attentions: dict[str, nn.Module] = field(default_factory=dict)
     linears: dict[str, LinearPlan] = field(default_factory=dict)
-    branches: int = 0  # residual branches that the block should have: one per attention, one for the feed-forward
+    # residual branches that the block should have: one per attention, one for the feed-forward
+    branches: int = 0
     experts: dict[str, ExpertsPlan] = field(
         default_factory=dict
     )  # its mixtures of experts, by the module that routes
@@ -99,8 +100,8 @@ class LayerPlan:
         return {part for part in parts_of(method) if has[part]}
 
     def _has_blocks(self, method: Regularizer) -> bool:
-        """Whether the layer has what the stages of blocks of a method need: a module, or branches that its owner adds.
-        A head that pools has no residual."""
+        """Whether the layer has what the stages of blocks of a method need: a module, or branches
+        that its owner adds. A head that pools has no residual."""
         whole = method.stages & set(BLOCK_STAGES) - {"branch"}
         return not self.pools and (self.block is not None or bool(self.elements and not whole))
 
@@ -126,8 +127,9 @@ class LayerPlan:
 
 
 def parts_of(method: Regularizer) -> set[str]:
-    """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward, projections (the
-    linear layers of attention), adapters (LoRA), blocks (residual branches, or the block as a whole)."""
+    """The parts of a layer that a method acts on, by its stages and roles: attention, feed-forward,
+    projections (the linear layers of attention), adapters (LoRA), blocks (residual branches, or the
+    block as a whole)."""
     attends, multiplies = method.stages & set(ATTENTION_STAGES), method.stages & set(LINEAR_STAGES)
     read = (
         {"out"} if attends else ROLES_OF_ATTENTION
@@ -149,16 +151,20 @@ def find_layers(
     projections: Mapping[str, str] | None = None,
     whole_stacks: bool = False,
 ) -> list[LayerPlan]:
-    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and the requested kind.
+    """The layers of `model` whose attention modules match `sites` (patterns of dotted names) and
+    the requested kind.
 
-    `whole_stacks`: also the layers without attention that stand in one list with these (hybrids with Mamba)."""
+    `whole_stacks`: also the layers without attention that stand in one list with these (hybrids
+    with Mamba)."""
     if attention not in ("self", "cross", "all"):
         raise ValueError(f"attention must be 'self', 'cross' or 'all', got {attention!r}.")
     found = find_attentions(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no attention module: nothing calls F.scaled_dot_product_attention and no "
-            f"module is attention by its name or code.{describe_candidates(model)} Write the attention as a module "
+            f"{type(model).__name__} has no attention module: nothing "
+            "calls F.scaled_dot_product_attention and no "
+            "module is attention by its name or "
+            f"code.{describe_candidates(model)} Write the attention as a module "
             "that calls F.scaled_dot_product_attention."
         )
     plans = _all_layers(model, found, projections)
@@ -180,7 +186,8 @@ def find_layers(
             f"{n or '(the model itself)'}  [{kind_of(n, m)}]" for n, m in found.items()
         )
         raise ValueError(
-            f"no attention of {type(model).__name__} matches target_modules={sites!r}, attention={attention!r}. "
+            f"no attention of {type(model).__name__} matches "
+            f"target_modules={sites!r}, attention={attention!r}. "
             f"Candidates:\n  {candidates}"
         )
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -188,8 +195,8 @@ def find_layers(
 
 
 def matches(sites: str | Sequence[str], *names: str) -> bool:
-    """Whether one of the names fits a pattern and none fits an exclusion, a pattern that begins with "!". Exclusions
-    alone leave everything else.
+    """Whether one of the names fits a pattern and none fits an exclusion, a pattern that begins
+    with "!". Exclusions alone leave everything else.
 
     >>> matches("blocks.*", "blocks.0"), matches("!blocks.0", "blocks.0"), matches("!blocks.0", "blocks.1")
     (True, False, True)
@@ -232,8 +239,8 @@ def _plan_layer(
     projections: Mapping[str, str] | None,
     linears: dict[str, Linears],
 ) -> LayerPlan:
-    """The layer around the attention `name`: the module `scope`, or a group of the elements of a list, whose linear
-    layers are found once for all groups (`linears`)."""
+    """The layer around the attention `name`: the module `scope`, or a group of the elements of a
+    list, whose linear layers are found once for all groups (`linears`)."""
     whole, elements = group or (scope, [scope])
     block = model.get_submodule(scope)
     callable_block = not isinstance(block, nn.ModuleList | nn.ModuleDict) and (
@@ -256,7 +263,8 @@ def _plan_layer(
 
 
 def _is_block(attention: nn.Module) -> bool:
-    """Whether an attention alone is the block: it has its own feed-forward, or adds its residual itself (diffusers)."""
+    """Whether an attention alone is the block: it has its own feed-forward, or adds its residual
+    itself (diffusers)."""
     own = getattr(attention, "residual_connection", False) is True
     adding = adds(type(attention)) and not computes_attention(
         attention
@@ -265,8 +273,8 @@ def _is_block(attention: nn.Module) -> bool:
 
 
 def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions) -> list[LayerPlan]:
-    """The layers without attention beside those with one, in the same list: of the same class, or with a feed-forward
-    whose linear layers have the same names, or usual ones."""
+    """The layers without attention beside those with one, in the same list: of the same class, or
+    with a feed-forward whose linear layers have the same names, or usual ones."""
     beside: dict[str, LayerPlan] = {}
     lists = {plan.name.rpartition(".")[0] for plan in plans if plan.block is not None}
     for holder in (
@@ -310,8 +318,8 @@ def find_beside(model: nn.Module, plans: Sequence[LayerPlan], found: Attentions)
 
 
 def find_outside(model: nn.Module, plans: Sequence[LayerPlan], residual: bool) -> list[str]:
-    """The largest modules that lie in no layer, hold none, and have two linear layers or more; `residual`: or add in
-    their code, as a block with a residual does, and multiply."""
+    """The largest modules that lie in no layer, hold none, and have two linear layers or more;
+    `residual`: or add in their code, as a block with a residual does, and multiply."""
     held = {
         name
         for plan in plans
@@ -336,7 +344,8 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def find_attentions(model: nn.Module) -> Attentions:
-    """The innermost attention modules by name: those that call the socket, then those that are only named like one."""
+    """The innermost attention modules by name: those that call the socket, then those that are only
+    named like one."""
     modules = dict(model.named_modules())
     certain = {
         n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention) or calls_socket(m)
@@ -347,7 +356,8 @@ def find_attentions(model: nn.Module) -> Attentions:
     named = {
         n for n, m in modules.items() if NAME.search(type(m).__name__) and not isinstance(m, LISTS)
     }
-    # not a helper of one (timm's CvT): it has linear layers, or computes attention of what convolutions make
+    # not a helper of one (timm's CvT): it has linear layers, or computes attention of what
+    # convolutions make
     named = {
         n
         for n in named
@@ -369,7 +379,8 @@ def find_attentions(model: nn.Module) -> Attentions:
 
 
 def find_unnamed(model: nn.Module) -> list[str]:
-    """Modules whose code computes attention, and that are none of those found: nothing in their names says so."""
+    """Modules whose code computes attention, and that are none of those found: nothing in their
+    names says so."""
     modules = dict(model.named_modules())
     return _beside_found(modules, set(find_attentions(model)))
 
@@ -377,12 +388,14 @@ def find_unnamed(model: nn.Module) -> list[str]:
 def _beside_found(
     modules: Mapping[str, nn.Module], found: set[str], all_projections: bool = False
 ) -> list[str]:
-    """The innermost modules beside the attentions found whose code has a softmax and a product of two tensors.
+    """The innermost modules beside the attentions found whose code has a softmax and
+    a product of two tensors.
 
     Args:
         modules: of the model, by name.
         found: the names of its attentions.
-        all_projections: only those with linear layers that by their names make queries, keys and values.
+        all_projections: only those with linear layers that by their names make
+            queries, keys and values.
     """
     above = names_below(found)
     beside = [
@@ -425,8 +438,9 @@ def describe_candidates(model: nn.Module, most: int = 6) -> str:
 def _with_projections(
     name: str, modules: Mapping[str, nn.Module], below: Mapping[str, list[str]]
 ) -> str:
-    """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no parameters): the
-    closest module around it, if that makes its queries, keys or values. The name itself for any other attention."""
+    """The attention that calls a function kept as a module (x-transformers' `Attend`, which has no
+    parameters): the closest module around it, if that makes its queries, keys or values. The name
+    itself for any other attention."""
     own = any(
         p.ndim > 1 for p in modules[name].parameters(recurse=False)
     )  # as of nn.MultiheadAttention
@@ -444,15 +458,17 @@ def _with_projections(
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module has linear layers, or others that by their names make queries, keys or values."""
+    """Whether a module has linear layers, or others that by their names make
+    queries, keys or values."""
     parts = list(module.named_modules())
     named = (n for n, m in parts if n and attention_role(n, {}) in PROJECTIONS and _mixes(m))
     return any(is_linear(m) for _, m in parts) or next(named, None) is not None
 
 
 def _only_projects(module: nn.Module) -> bool:
-    """Whether a module is what comes after an attention (LXMERT's output, with a norm and the residual): its code
-    multiplies no two tensors and has no softmax, and it makes no queries, keys or values."""
+    """Whether a module is what comes after an attention (LXMERT's output, with a norm and the
+    residual): its code multiplies no two tensors and has no softmax, and it makes no
+    queries, keys or values."""
     return not shows_parts(module)[1] and not _projections_in(module) and shows_no_softmax(module)
 
 
@@ -463,13 +479,15 @@ def _projections_in(module: nn.Module) -> bool:
 
 
 def is_keyless(module: nn.Module) -> bool:
-    """Whether an attention has no softmax over keys that are tokens, by the name of its class: it attends over channels
-    (DaViT, XCiT), is linear, samples points (deformable DETR), or has weights without keys (VOLO's outlook)."""
+    """Whether an attention has no softmax over keys that are tokens, by the name of its class: it
+    attends over channels (DaViT, XCiT), is linear, samples points (deformable DETR), or has weights
+    without keys (VOLO's outlook)."""
     return bool(_KEYLESS.search(type(module).__name__))
 
 
 def is_cross(name: str, module: nn.Module) -> bool:
-    """Whether an attention reads its keys from another sequence, by its flag, its attribute or its class."""
+    """Whether an attention reads its keys from another sequence, by its flag, its
+    attribute or its class."""
     flag = getattr(module, "is_cross_attention", None)
     return (
         flag

@@ -1,4 +1,5 @@
-"""What the code of a class says, without running it: whether its forward, or what that calls, names these functions."""
+"""What the code of a class says, without running it: whether its forward, or what that calls, names
+these functions."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ _LIBRARIES = ("torch", "math", "numpy", "einops", "functools", "operator")
 
 
 def calls_socket(module: nn.Module) -> bool:
-    """Whether the code of a module's forward, or of a method or function that it calls, calls an attention function of
-    torch: by its name, by another name, or as something kept on the module or its class."""
+    """Whether the code of a module's forward, or of a method or function that it calls, calls an
+    attention function of torch: by its name, by another name, or as something kept on
+    the module or its class."""
     cls = type(module)
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType):
@@ -50,32 +52,37 @@ def calls_socket(module: nn.Module) -> bool:
 
 
 def _is_socket(value: Any) -> bool:
-    """Whether a value is an attention function of torch, also in a `functools.partial` or a staticmethod."""
+    """Whether a value is an attention function of torch, also in a `functools.partial` or a
+    staticmethod."""
     while isinstance(value, partial | staticmethod):
         value = value.func if isinstance(value, partial) else value.__func__
     return value is F.scaled_dot_product_attention or value is F.multi_head_attention_forward
 
 
 def _aliases(cls: type, forward: FunctionType) -> set[str]:
-    """The names under which the file of a class, or the class itself, keeps an attention function of torch."""
+    """The names under which the file of a class, or the class itself, keeps an
+    attention function of torch."""
     kept = {name: value for c in reversed(cls.__mro__) for name, value in vars(c).items()}
     return {name for name, value in {**forward.__globals__, **kept}.items() if _is_socket(value)}
 
 
 def names_any(cls: type, wanted: set[str]) -> bool:
-    """Whether the code of `cls.forward`, or of a method or function that it calls, names one of these."""
+    """Whether the code of `cls.forward`, or of a method or function that it
+    calls, names one of these."""
     forward = inspect.getattr_static(cls, "forward", None)
     return isinstance(forward, FunctionType) and _mentions(inspect.unwrap(forward), cls, 3, wanted)
 
 
 def computes_attention(module: nn.Module) -> bool:
-    """Whether the code of a module's forward, or of what it calls, has a softmax and a product of two tensors."""
+    """Whether the code of a module's forward, or of what it calls, has a softmax and a product of
+    two tensors."""
     return all(shows_parts(module))
 
 
 def shows_parts(module: nn.Module) -> tuple[bool, bool]:
-    """Whether the code of a module's forward, or of what it calls, has a softmax, which may be a module of its own
-    (`self.attend = nn.Softmax(dim=-1)`), and whether it has a product of two tensors."""
+    """Whether the code of a module's forward, or of what it calls, has a softmax, which may be a
+    module of its own (`self.attend = nn.Softmax(dim=-1)`), and whether it has a
+    product of two tensors."""
     cls = type(module)
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
@@ -86,7 +93,8 @@ def shows_parts(module: nn.Module) -> tuple[bool, bool]:
 
 
 def _keeps_softmax(module: nn.Module) -> bool:
-    """Whether a module has an `nn.Softmax` as a child, by itself or in a Sequential (with a dropout after it)."""
+    """Whether a module has an `nn.Softmax` as a child, by itself or in a Sequential
+    (with a dropout after it)."""
     children = [
         inner for m in module.children() for inner in (m if isinstance(m, nn.Sequential) else [m])
     ]
@@ -107,7 +115,8 @@ def adds(cls: type) -> bool:
 
 
 def scripted_function(module: nn.Module) -> str:
-    """The name of a function compiled by torch.jit.script that the code of a module or of one below it calls, or ""."""
+    """The name of a function compiled by torch.jit.script that the code of a module or of one below
+    it calls, or ""."""
     for inner in module.modules():
         forward = inspect.getattr_static(type(inner), "forward", None)
         if not isinstance(forward, FunctionType):
@@ -167,8 +176,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def shows_no_softmax(module: nn.Module) -> bool:
-    """Whether the code of a module and of all below it can be read in full and has no softmax, nor any attention of
-    torch. Whatever cannot be followed (a function of another package, a callable kept on the module) might have one."""
+    """Whether the code of a module and of all below it can be read in full and has no softmax, nor
+    any attention of torch. Whatever cannot be followed (a function of another package, a callable
+    kept on the module) might have one."""
     return all(_reads_plain(inner) for inner in module.modules())
 
 
@@ -219,7 +229,8 @@ def _attends(name: str) -> bool:
 
 
 def _global(function: FunctionType, name: str) -> Any:
-    """The object behind a global name, where that is a function to be read; None where it hides nothing."""
+    """The object behind a global name, where that is a function to be read; None
+    where it hides nothing."""
     value = function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
     if isinstance(value, FunctionType) or value is _UNKNOWN:
         return value
@@ -235,7 +246,8 @@ def _global(function: FunctionType, name: str) -> Any:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """What an attribute of this name may stand for: one of the module, or of tensors and plain data."""
+    """What an attribute of this name may stand for: one of the module, or of
+    tensors and plain data."""
     own = inspect.getattr_static(type(module), name, None)
     own = (
         own.fget

@@ -1,11 +1,13 @@
 """Which channel of which linear map each element of an attention's operands came from.
 
-Each output of a linear layer has a companion tensor of the same shape. It holds, for each element, the number of the map and
-of its channel. Whatever only moves elements (view, permute, split, contiguous, ...) is done to that companion as well,
-and what works on each element alone (a norm, a scale, an added bias) leaves it be. At the attention the companions
-then say without any convention which axis is the heads (Hiera's windows are as many), and which rows of a fused or
-convolutional projection make q, k and v, however they are interleaved (LeViT, TinyViT, MaxViT, DeBERTa). Where they do
-not say it, the numbers that arrive must be among those of the columns that the convention claims.
+Each output of a linear layer has a companion tensor of the same shape. It holds, for each element,
+the number of the map and of its channel. Whatever only moves elements (view, permute, split,
+contiguous, ...) is done to that companion as well, and what works on each element alone (a norm, a
+scale, an added bias) leaves it be. At the attention the companions then say without any convention
+which axis is the heads (Hiera's windows are as many), and which rows of a fused or convolutional
+projection make q, k and v, however they are interleaved (LeViT, TinyViT, MaxViT, DeBERTa). Where
+they do not say it, the numbers that arrive must be among those of the columns
+that the convention claims.
 
 It costs a few small calls, so a site whose first forward had nothing unusual is not followed again.
 """
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from dampen.hooks.context import AttentionSite
 
 _MOVES = set(
-    "view reshape reshape_as view_as permute transpose swapaxes swapdims movedim moveaxis t contiguous clone flatten "
-    "unflatten squeeze unsqueeze expand expand_as chunk split split_with_sizes unbind narrow select __getitem__ "
+    "view reshape reshape_as view_as permute transpose swapaxes swapdims "
+    "movedim moveaxis t contiguous clone flatten "
+    "unflatten squeeze unsqueeze expand expand_as chunk split "
+    "split_with_sizes unbind narrow select __getitem__ "
     "tensor_split repeat_interleave roll unfold __get__".split()
 )
 _EACH = set(
-    "batch_norm layer_norm rms_norm group_norm normalize mul mul_ __mul__ __rmul__ __imul__ div div_ __truediv__ "
+    "batch_norm layer_norm rms_norm group_norm normalize mul mul_ "
+    "__mul__ __rmul__ __imul__ div div_ __truediv__ "
     "__itruediv__ dropout to float half double bfloat16 type_as".split()
 )
 _ADDS = set("add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__".split())
@@ -129,7 +134,8 @@ class Channels:
         self.known[id(out)] = (out, companion)
 
     def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """A sum is of the channels of its one part that came from a map (a bias of its own, a rotary)."""
+        """A sum is of the channels of its one part that came from a map (a bias
+        of its own, a rotary)."""
         parts = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         of_maps = [a for a in parts if self.of(a) is not None]
         one = len(of_maps) == 1 and isinstance(out, Tensor) and out.shape == of_maps[0].shape
@@ -137,7 +143,8 @@ class Channels:
             self.known[id(out)] = (out, companion)
 
     def _join(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Tensors side by side, where all of them came from maps (a rotary on some of the channels)."""
+        """Tensors side by side, where all of them came from maps (a rotary on
+        some of the channels)."""
         parts = args[0] if args else kwargs.get("tensors", ())
         companions = [c for part in parts if (c := self.of(part)) is not None]
         if companions and len(companions) == len(parts):
@@ -158,9 +165,10 @@ def _many(out: Any) -> bool:
 def attends_over_channels(
     companions: Sequence[Tensor | None], q: Tensor, given: Sequence[int] | None
 ) -> bool:
-    """Whether the rows of q (B, H, rows, columns) are channels and its columns tokens (Restormer, XCiT), so that the
-    scores are those of channels with channels. The companions of q and k show it; where they do not, as in a compiled
-    graph, the shapes do: columns as many as the tokens of what the module was given, rows times heads its channels."""
+    """Whether the rows of q (B, H, rows, columns) are channels and its columns tokens (Restormer,
+    XCiT), so that the scores are those of channels with channels. The companions of q and k show
+    it; where they do not, as in a compiled graph, the shapes do: columns as many as the tokens of
+    what the module was given, rows times heads its channels."""
     for companion in companions[:2]:
         if companion is None:
             continue
@@ -192,7 +200,8 @@ class Heads(NamedTuple):
 
 
 def head_axis(companion: Tensor) -> Heads | None:
-    """Where the heads of an operand (..., tokens, channels) are; None where the companion does not show it."""
+    """Where the heads of an operand (..., tokens, channels) are; None where the
+    companion does not show it."""
     leading = companion[..., 0, 0]
     if not bool((companion[..., :1, :] == companion).all()):
         return None  # a channel that changes from token to token
@@ -215,7 +224,8 @@ def head_axis(companion: Tensor) -> Heads | None:
 
 
 def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] | None:
-    """The map behind an operand (B, H, tokens, channels), given by its companion, and which of its rows make it."""
+    """The map behind an operand (B, H, tokens, channels), given by its companion, and which of its
+    rows make it."""
     codes = companion[:1, :, :1]
     if not bool((companion == codes).all()):
         return None
@@ -229,7 +239,8 @@ def cut_of(followed: Channels, companion: Tensor) -> tuple[LinearCall, Tensor] |
 
 
 def start_following(site: AttentionSite, call: Call) -> None:
-    """The beginning of an attention module's forward. A compiled graph takes what eager forwards have found."""
+    """The beginning of an attention module's forward. A compiled graph takes what
+    eager forwards have found."""
     if torch.compiler.is_compiling():
         call.cuts, call.unknown = dict(site.cuts), site.unknown
         return
@@ -257,7 +268,8 @@ def tell_heads(
 def tell_rows(
     site: AttentionSite, call: Call, companions: Sequence[Tensor | None], operands: Sequence[Tensor]
 ) -> None:
-    """Write into the call which rows of which map make q, k and v, from their companions (B, H, tokens, channels)."""
+    """Write into the call which rows of which map make q, k and v, from their companions (B, H,
+    tokens, channels)."""
     if call.followed is None:
         return
     unusual = False
@@ -279,10 +291,12 @@ def tell_rows(
 
 
 def _check_claimed(site: AttentionSite, call: Call, role: str, operand: Tensor) -> None:
-    """Note a role of a fused map that the convention (all of q, then k, then v) would read from the wrong columns.
+    """Note a role of a fused map that the convention (all of q, then k, then v) would
+    read from the wrong columns.
 
-    Values are mostly what the map gave out, so they must be among the columns claimed. Rotaries change queries and
-    keys: those are doubted only where another role of the map departs from the convention."""
+    Values are mostly what the map gave out, so they must be among the columns claimed. Rotaries
+    change queries and keys: those are doubted only where another role of the map
+    departs from the convention."""
     fused = next((n for n in ("qkv", "kv") if n in call.maps and role in n), "")
     if role in call.cuts or role in call.maps or not fused or operand.is_meta:
         return
@@ -297,7 +311,8 @@ def _check_claimed(site: AttentionSite, call: Call, role: str, operand: Tensor) 
 
 
 def _same_numbers(claimed: Tensor, operand: Tensor) -> bool:
-    """Whether all numbers of one are among those of the other: windows, repeated heads and caches leave that so."""
+    """Whether all numbers of one are among those of the other: windows, repeated heads and caches
+    leave that so."""
     a, b = claimed.detach().flatten(), operand.detach().flatten()
     narrow = a.dtype if a.element_size() <= b.element_size() else b.dtype
     a, b = a.to(narrow).float(), b.to(narrow).float()
@@ -305,7 +320,8 @@ def _same_numbers(claimed: Tensor, operand: Tensor) -> bool:
 
 
 def _usual(call: Call, role: str, name: str, first: int, size: int) -> bool:
-    """Whether the rows are where the convention has them: q, k, v one after the other, or a map of their own."""
+    """Whether the rows are where the convention has them: q, k, v one after the other,
+    or a map of their own."""
     total = call.maps[name].weight.shape[0]
     if name == role:
         return first == 0 and size == total

@@ -1,23 +1,30 @@
-"""Attention that a model computes itself, softmax(q k^T + bias + mask) v, found by following the data.
+"""Attention that a model computes itself, softmax(q k^T + bias + mask) v,
+found by following the data.
 
-Inside an attention module a product of two tensors may be the scores. What is done to it (scale, bias, mask, softcap,
-reshaping) is remembered; if it enters a softmax over its last axis and the result, after dropout, is multiplied with a
-third tensor, then that is attention. There, at the second product, q, k, v, the scores and the way from the scores to
-the weights are all known, so every stage runs there, in the order of `attention`, and the way is gone again with the
-scores that the stages give. The model's own first softmax serves only to continue until then; its dropout waits.
+Inside an attention module a product of two tensors may be the scores. What is done to it (scale,
+bias, mask, softcap, reshaping) is remembered; if it enters a softmax over its last axis and the
+result, after dropout, is multiplied with a third tensor, then that is attention. There, at the
+second product, q, k, v, the scores and the way from the scores to the weights are all known, so
+every stage runs there, in the order of `attention`, and the way is gone again with the scores that
+the stages give. The model's own first softmax serves only to continue until
+then; its dropout waits.
 
-Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they are laid beside the
-scores before the softmax and removed after it, and the stages see the keys alone.
+Attention sinks, columns of scores that belong to no key (gpt-oss), are part of the way too: they
+are laid beside the scores before the softmax and removed after it, and the
+stages see the keys alone.
 
-Heads that are mixed on the way (talking heads: a linear map, a convolution or a matrix over the axis of the heads,
-before the softmax, after it or both) are part of the way: keys are hidden after the last mixing before the softmax.
+Heads that are mixed on the way (talking heads: a linear map, a convolution or a matrix over the
+axis of the heads, before the softmax, after it or both) are part of the way: keys are hidden after
+the last mixing before the softmax.
 
-The way that a module's first forward took is remembered by the order of its functions. A later forward whose scores
-come the same way to the softmax is at the same place, so the stages run there, once: no second softmax, no way gone
-twice, and a function that touches nothing on the way is passed by. A forward that departs is followed as the first was.
+The way that a module's first forward took is remembered by the order of its functions. A later
+forward whose scores come the same way to the softmax is at the same place, so the stages run there,
+once: no second softmax, no way gone twice, and a function that touches nothing on the way is passed
+by. A forward that departs is followed as the first was.
 
-What cannot be recognized raises: another function between, a softmax over another axis, weights that the module also uses
-for something else (token pruning) or mixes with others (ConViT's gate), where a method acts on scores or weights.
+What cannot be recognized raises: another function between, a softmax over another axis, weights
+that the module also uses for something else (token pruning) or mixes with others (ConViT's gate),
+where a method acts on scores or weights.
 """
 
 from __future__ import annotations
@@ -71,7 +78,8 @@ if TYPE_CHECKING:
 
 _MIXES = {"linear", "conv2d", "layer_norm"}
 _ALONE = set(
-    "to float half double bfloat16 type type_as contiguous clone dropout nan_to_num tanh clamp mul __mul__ __rmul__ "
+    "to float half double bfloat16 type type_as contiguous clone dropout "
+    "nan_to_num tanh clamp mul __mul__ __rmul__ "
     "div __truediv__ add __add__".split()
 )
 MOVES_AXES = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "einsum", *_MIXES}
@@ -80,8 +88,8 @@ MOVES_AXES = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "einsum
 def moved_axes(
     name: str, axes: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Which axis of the scores each axis of a function's result is, from those of its input; () where it does not
-    keep them apart.
+    """Which axis of the scores each axis of a function's result is, from those of its input; ()
+    where it does not keep them apart.
 
     >>> moved_axes("permute", (0, 1, 2, 3), (None, 0, 2, 3, 1), {})
     (0, 2, 3, 1)
@@ -122,7 +130,8 @@ def mixes_by_matrix(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _mixed_by_matrix(axes: tuple[int, ...], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """`moved_axes` of such an einsum, which replaces one letter of the tensor by another ("bhij,hg->bgij")."""
+    """`moved_axes` of such an einsum, which replaces one letter of the tensor by another
+    ("bhij,hg->bgij")."""
     parts = re.fullmatch(r"(\w+),(\w+)->(\w+)", args[0].replace(" ", ""))
     if parts is None:
         return ()
@@ -148,9 +157,10 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 _FORM = "to float half double bfloat16 type type_as contiguous clone view reshape unflatten flatten unsqueeze squeeze "
 _TO_SCORES = set(
     (
-        _FORM
-        + "add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __isub__ mul mul_ __mul__ __rmul__ __imul__ div "
-        "div_ __truediv__ __itruediv__ true_divide masked_fill masked_fill_ where clamp clamp_ clip tanh max maximum"
+        _FORM + "add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ "
+        "__isub__ mul mul_ __mul__ __rmul__ __imul__ div "
+        "div_ __truediv__ __itruediv__ true_divide masked_fill masked_fill_ "
+        "where clamp clamp_ clip tanh max maximum"
     ).split()
 )
 _TO_WEIGHTS = set(
@@ -167,7 +177,8 @@ _IN_PLACE = {
     if name.endswith("_") != name.endswith("__") or name.startswith("__i")
 }
 _OF_WEIGHTS = ("mask", "logits", "probs")
-"""The stages that are about scores or weights: what the model does to its weights must then be known."""
+"""The stages that are about scores or weights: what the model does to its
+weights must then be known."""
 _JOINS = {"cat", "concat", "concatenate"}
 _DIVIDES = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 _NO_SINK = (Ellipsis, slice(None, -1, None))  # weights[..., :-1]
@@ -228,11 +239,13 @@ class EagerAttention:
         self.done = 0
         self.why = NO_SOFTMAX
         self.told = False  # whether `why` names what stood in the way first
-        self.over_queries = False  # whether the softmax of its scores is over the queries: they compete for each key
+        # whether the softmax of its scores is over the queries: they compete for each key
+        self.over_queries = False
 
     def start(self, regularizers: Sequence[Regularizer], call: Call) -> None:
-        """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A checkpoint counts the
-        tensors that its recompute saves, so both must go the same way: the long one."""
+        """The beginning of a forward. `qkv` needs the values too, which come after the softmax. A
+        checkpoint counts the tensors that its recompute saves, so both must go the
+        same way: the long one."""
         self.regularizers, self.call = regularizers, call
         self.stages = {stage for r in regularizers for stage in r.stages}
         self.reading = reads_apart(regularizers)
@@ -495,8 +508,9 @@ class EagerAttention:
         kwargs: dict[str, Any],
         run: Callable[..., Any],
     ) -> Tensor | None:
-        """A softmax in steps: exp(s) / sum(exp(s)), exp(s - logsumexp(s)) or exp(log_softmax(s)); None for any other
-        function. Once its last step is met, the whole is one softmax of what the first step read."""
+        """A softmax in steps: exp(s) / sum(exp(s)), exp(s - logsumexp(s)) or exp(log_softmax(s));
+        None for any other function. Once its last step is met, the whole is one softmax of what the
+        first step read."""
         steps = product.steps
         if name in ("exp", "log_softmax", "logsumexp", "sum"):
             step = steps.get("log_softmax" if name == "exp" else "exp" if name == "sum" else "")
@@ -523,8 +537,9 @@ class EagerAttention:
         return None
 
     def _over_rows(self, way: Way, product: Product, dim: int, out: Tensor) -> Tensor:
-        """A softmax over the last axis but one: of keys, where the scores are k q^T and the weights meet the values
-        with that axis; of queries, which compete for each key, in any other case."""
+        """A softmax over the last axis but one: of keys, where the scores are k q^T and the weights
+        meet the values with that axis; of queries, which compete for each
+        key, in any other case."""
         self.over_queries = True
         scores = way.tensor
         self._tell(
@@ -566,7 +581,8 @@ class EagerAttention:
         return self._attend(met, way, product, func, args, kwargs)
 
     def _one_softmax(self, start: Way, product: Product, out: Tensor) -> Tensor:
-        """Weights that a softmax in steps has given, as those of one softmax over what the first step read."""
+        """Weights that a softmax in steps has given, as those of one softmax over
+        what the first step read."""
         return self._softmax(start, product, torch.softmax, (start.tensor, -1), {}, lambda *_: out)
 
     def _tell(self, why: str) -> None:
@@ -668,7 +684,8 @@ class EagerAttention:
                 self.found.append(plain.key())
 
     def _weigh(self, product: Product, outputs: Equation | None) -> tuple[Tensor, Tensor]:
-        """The weights as the stages make them of the scores, and the values; those wait where none needs them yet."""
+        """The weights as the stages make them of the scores, and the values; those wait where none
+        needs them yet."""
         if product.scores is None or product.softmax is None:
             raise RuntimeError("weights without a softmax")  # cannot happen: the caller has looked
         call, scores = self.call, product.scores.tensor
@@ -754,7 +771,8 @@ class EagerAttention:
         way: Way,
         product: Product,
     ) -> None:
-        """The stages probs and heads of those who only read: the weights `a` that meet the values, and their output."""
+        """The stages probs and heads of those who only read: the weights `a` that meet the values,
+        and their output."""
         layout: Any = product.layout
         a = a.mT if product.turned is not None else a
         weights = layout.fold(a.reshape(*layout.leading, *a.shape[-2:]))
@@ -783,7 +801,8 @@ class EagerAttention:
         return [None if c is None else c.reshape(*fit(c, leading), *c.shape[-2:]) for c in ordered]
 
     def put_weights(self, out: Any) -> Any:
-        """A module's output with the attention weights, where it gives them out, as the stages left them."""
+        """A module's output with the attention weights, where it gives them out, as
+        the stages left them."""
         returned = [] if isinstance(out, Tensor) else list(tensors_in(out))
         if any(t is taken for t in returned for taken in self.taken):
             raise RuntimeError(
@@ -813,7 +832,8 @@ class EagerAttention:
         return equation.outputs_back(layout.unfold(folded).reshape(ordered.shape))
 
     def _is_over_channels(self, scores: Equation, call: Call) -> bool:
-        """Whether the scores are those of channels with channels, as the first attention of the module has shown."""
+        """Whether the scores are those of channels with channels, as the first attention of the
+        module has shown."""
         if self.site.over_channels or self.site.knows_tokens():
             return self.site.over_channels
         q, _ = scores.tokens_last()
@@ -829,8 +849,10 @@ class EagerAttention:
 
     def _refuse(self, why: str) -> None:
         raise RuntimeError(
-            f"{type(self.module).__name__} at '{self.where}' computes its attention itself, but {why}, so regularizers "
-            f"cannot act inside it. Call F.scaled_dot_product_attention there, or {leave_out(self.where)}."
+            f"{type(self.module).__name__} at '{self.where}' computes its "
+            f"attention itself, but {why}, so regularizers "
+            "cannot act inside it. Call "
+            f"F.scaled_dot_product_attention there, or {leave_out(self.where)}."
         )
 
 
@@ -843,7 +865,8 @@ def _reduces_last(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim
 
 
 def turns_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function swaps the last two axes of its first argument and leaves the others where they are."""
+    """Whether a function swaps the last two axes of its first argument and leaves the
+    others where they are."""
     name, first = name_of(func), args[0]
     if name not in ("transpose", "swapaxes", "swapdims", "permute", "movedim", "__get__", "t"):
         return False

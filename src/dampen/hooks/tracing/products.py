@@ -1,4 +1,5 @@
-"""Products of two tensors with their axes named, and the operations between them, so that they can be run again."""
+"""Products of two tensors with their axes named, and the operations between them, so that they can
+be run again."""
 
 from __future__ import annotations
 
@@ -80,15 +81,17 @@ def layout_of(
     given: Sequence[int] | None,
     traced: Heads | None = None,
 ) -> Layout:
-    """The layout of operands with these leading axes and so many queries in an attention of `module`, which was given
-    something of the shape `given`; an error where it is unknown. `traced` is where
-    the heads are, where tracing found them."""
+    """The layout of operands with these leading axes and so many queries in an attention of
+    `module`, which was given something of the shape `given`; an error where it is unknown. `traced`
+    is where the heads are, where tracing found them."""
     leading = tuple(leading)
     heads, size = heads_of(module), len(leading)
     if size == 0 and given is not None and len(given) > 2:
         raise RuntimeError(
-            f"{type(module).__name__} at '{where}' got {tuple(given)} and attends with two axes, so its queries and "
-            f"keys are not the tokens of one sample (of a batch, its samples?). To continue, {leave_out(where)}."
+            f"{type(module).__name__} at '{where}' got {tuple(given)} and "
+            "attends with two axes, so its queries and "
+            "keys are not the tokens of one sample (of a batch, its "
+            f"samples?). To continue, {leave_out(where)}."
         )
     if traced is not None:
         return Layout(leading, *traced)
@@ -123,9 +126,12 @@ def layout_of(
     if len(found) == 1:
         return Layout(leading, found[0], leading[found[0]])
     raise RuntimeError(
-        f"{type(module).__name__} at '{where}' attends with {size + 2} axes, (batch..., tokens, channels) = "
-        f"{tuple(leading)} + two, and its number of heads ({'unknown' if heads is None else heads}) does not show "
-        f"which of them are the heads. Give the module an attribute num_heads, or {leave_out(where)}."
+        f"{type(module).__name__} at '{where}' attends with "
+        f"{size + 2} axes, (batch..., tokens, channels) = "
+        f"{tuple(leading)} + two, and its number of heads "
+        f"({'unknown' if heads is None else heads}) does not show "
+        "which of them are the heads. Give the module an "
+        f"attribute num_heads, or {leave_out(where)}."
     )
 
 
@@ -168,7 +174,8 @@ class Equation:
     # --- as scores
 
     def scores_last(self, made: Tensor, scores: Tensor) -> bool:
-        """Whether scores that came from `made` still have queries and keys, in this order, as their last axes."""
+        """Whether scores that came from `made` still have queries and keys, in this
+        order, as their last axes."""
         if scores.ndim < 2 or made.ndim < 2 or scores.shape[-2:] != made.shape[-2:]:
             return False
         if self.letters is None:
@@ -214,12 +221,14 @@ class Equation:
 
     @property
     def contracts_last(self) -> bool:
-        """Whether the last axis of the left operand, the keys of the weights, is what is summed over."""
+        """Whether the last axis of the left operand, the keys of the weights,
+        is what is summed over."""
         return self.letters is None or self._letters[0][-1] == self.summed
 
     @property
     def contracts_rows(self) -> bool:
-        """Whether the last axis but one of the left operand is what is summed over, of an einsum."""
+        """Whether the last axis but one of the left operand is what is
+        summed over, of an einsum."""
         return self.letters is not None and self._letters[0][-2] == self.summed
 
     def with_rows_last(self) -> Equation:
@@ -318,7 +327,8 @@ PRODUCTS = frozenset("einsum baddbmm matmul __matmul__ bmm __rmatmul__".split())
 
 
 def product_equation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Equation | None:
-    """The product that a torch function computes, or None where it is none, or one of another kind."""
+    """The product that a torch function computes, or None where it is none,
+    or one of another kind."""
     if name == "einsum":
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         return (
@@ -368,7 +378,8 @@ def _permute(t: Tensor, have: str, want: str) -> Tensor:
 
 
 def _back(t: Tensor, want: str, have: str) -> Tensor:
-    """The inverse of `_permute(., want, have)`: axes that `want` has not were of size 1 and are summed away."""
+    """The inverse of `_permute(., want, have)`: axes that `want` has not were of size 1 and are
+    summed away."""
     for x in [x for x in have if x not in want]:
         t, have = torch.select(t, have.index(x), 0), have.replace(x, "")
     return t.permute([have.index(x) for x in want])
@@ -398,7 +409,8 @@ class Way:
         return self.axes == tuple(range(len(self.axes)))
 
     def again(self, new: Tensor, since: Way, dropout: bool = True) -> Tensor:
-        """Go the way from `since` to here with another tensor at its start, and with the model's dropout or not."""
+        """Go the way from `since` to here with another tensor at its start, and with the model's
+        dropout or not."""
         if self is since:
             return new
         source = self.source
@@ -426,7 +438,8 @@ class Way:
         ]
 
     def shifts_rows(self) -> bool:
-        """Whether one number per row is added to the scores on the way here, such as its largest, subtracted."""
+        """Whether one number per row is added to the scores on the way here, such as
+        its largest, subtracted."""
         if self.source is None:
             return False
         narrow = any(
@@ -480,7 +493,8 @@ class Product:
         # the steps of a softmax that the code writes out, with what each read and gave
         self.steps: dict[str, tuple[Way, Tensor]] = {}
         self.layout: Layout | None = None  # of its operands, once the stages have met the scores
-        self.early = False  # whether that was at the softmax: the model's code continues with what they made of it
+        # whether that was at the softmax: the model's code continues with what they made of it
+        self.early = False
         self.touched = False  # whether more is done with the weights than dropout and the product
         self.turned: Way | None = (
             None  # the weights with their last two axes swapped, for values^T weights^T

@@ -1,4 +1,5 @@
-"""Scores that a model computed itself: what methods hide of them, and attention computed as dampen's instead."""
+"""Scores that a model computed itself: what methods hide of them, and attention computed as
+dampen's instead."""
 
 from __future__ import annotations
 
@@ -62,8 +63,9 @@ def stages_of_scores(
 
 
 def read_model_mask(product: Product, layout: Layout, site: AttentionSite) -> ModelMask | None:
-    """Which keys the model lets each query see, by the rule of `dampen.masks` for what it adds to its scores (B, H, N,
-    M); None: all. Layers that add the same tensors read them once per forward."""
+    """Which keys the model lets each query see, by the rule of `dampen.masks` for what it adds to
+    its scores (B, H, N, M); None: all. Layers that add the same tensors read
+    them once per forward."""
     if product.scores is None or not set(product.scores.names()) & _MASKS:
         return None
     memory, parts = mask_memory(), []
@@ -101,7 +103,8 @@ def read_model_mask(product: Product, layout: Layout, site: AttentionSite) -> Mo
 
 
 SMALL_MASK = 2**16
-"""Numbers up to which it is quicker to compare a mask with that of the forward before than to read it."""
+"""Numbers up to which it is quicker to compare a mask with that of the forward
+before than to read it."""
 
 
 def _is_small(parts: Sequence[Any]) -> bool:
@@ -113,8 +116,8 @@ def _is_small(parts: Sequence[Any]) -> bool:
 
 
 def known_by_content(site: AttentionSite, parts: Sequence[Any]) -> Any:
-    """What the forward before has read of the same mask, which the model makes anew every time (`mask == 0`); None: it
-    was another.
+    """What the forward before has read of the same mask, which the model makes anew every time
+    (`mask == 0`); None: it was another.
 
     Args:
         site: of the attention.
@@ -153,8 +156,8 @@ _VIEWS = (
 
 
 def are_exponentials(values: Tensor) -> bool:
-    """Whether values were made by `exp`, as far as their graph says: the logarithm of the output is taken later
-    (LASER), so that an output of 0 is no head left out."""
+    """Whether values were made by `exp`, as far as their graph says: the logarithm of the output is
+    taken later (LASER), so that an output of 0 is no head left out."""
     if torch.compiler.is_compiling():
         return False  # a graph that is being made shows none
     node = values.grad_fn
@@ -173,7 +176,8 @@ def _nothing(start: Way) -> Tensor:
 
 
 def fit(t: Tensor, leading: Sequence[int]) -> tuple[int, ...]:
-    """The leading axes of an operand as the scores have them: BLOOM's product is (B * H, N, M), its softmax 4-d."""
+    """The leading axes of an operand as the scores have them: BLOOM's product is (B * H, N, M), its
+    softmax 4-d."""
     own = tuple(t.shape[:-2])
     size = 1
     for n in own:

@@ -1,4 +1,5 @@
-"""What each method costs: training steps against the baseline, in one process with interleaved rounds.
+"""What each method costs: training steps against the baseline, in one process
+with interleaved rounds.
 
     dampen bench -o bench.json
 

@@ -1,7 +1,8 @@
-"""What is benched: for each method the variants worth knowing, the sizes of `dampen bench`, and their targets.
+"""What is benched: for each method the variants worth knowing, the sizes of
+`dampen bench`, and their targets.
 
-The first variant of a method is its default and bears its registry name. A method without an entry is benched as its
-constructor makes it.
+The first variant of a method is its default and bears its registry name. A method without an entry
+is benched as its constructor makes it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dampen.studies.methods_text import check_methods, parse_rows
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: its name, the method it belongs to, the regularizers as plain data, and where they sit."""
+    """One row: its name, the method it belongs to, the regularizers as plain
+    data, and where they sit."""
 
     name: str
     method: str
@@ -95,7 +97,8 @@ _TABLE: dict[
 
 
 def find_variants(methods: str | None = None) -> list[Variant]:
-    """The variants of every method, or of those in `methods`; `drop_key(rate=0.3)` there is a variant of its own.
+    """The variants of every method, or of those in `methods`; `drop_key(rate=0.3)` there is a
+    variant of its own.
 
     Args:
         methods: as on the command line; None: all.
@@ -156,7 +159,8 @@ class Preset:
 
 
 _ROWS = (
-    "drop_key(rate=0.2), drop_attention(rate=0.2), hard_masking, explicit_dropout(value=0.06, ffn=0.06), "
+    "drop_key(rate=0.2), drop_attention(rate=0.2), hard_masking, "
+    "explicit_dropout(value=0.06, ffn=0.06), "
     "feed_forward_dropout(rate=0.2), drop_path(rate=0.1), drop_head(rate=0.2), layer_drop, "
     "blurred_attention(width=3), drop_head(rate=0.2) + r_drop"
 )
@@ -176,7 +180,8 @@ PRESETS = {
     ),
     "mid": Preset(
         "ViT 7 x 384, 65 tokens: the papers' order of size", "vit", 64,
-        "drop_key, hard_masking, explicit_dropout, r_drop, feed_forward_dropout, drop_path, drop_head, "
+        "drop_key, hard_masking, explicit_dropout, r_drop, "
+        "feed_forward_dropout, drop_path, drop_head, "
         "blurred_attention",
         {
             "drop_key": (1.04, 1.00), "drop_key block": (1.05, 1.02), "drop_key cross": (1.05, 1.02),

@@ -1,4 +1,5 @@
-"""The bench itself: build a step for every row, time them together, count their memory, write the record."""
+"""The bench itself: build a step for every row, time them together, count their
+memory, write the record."""
 
 from __future__ import annotations
 
@@ -322,7 +323,8 @@ def _record(
         "size": options.size,
         "native": native_available(),
         "model": subject.label,
-        "what": "one training step without the optimizer (forward, backward) as a multiple of the best plain step",
+        "what": "one training step without the optimizer (forward, "
+        "backward) as a multiple of the best plain step",
         "machine": {
             **machine(),
             "clock": options.clock,
@@ -353,8 +355,9 @@ CHARTS = (".svg", ".png", ".html", ".json")
 
 
 def results_table(record: Record) -> Table:
-    """Every method beside its target and its paper's formulation. `ours / it` is what ours takes of the formulation's
-    time; in the row of an alternative, what our attention dropout takes of its time.
+    """Every method beside its target and its paper's formulation. `ours / it` is what ours takes of
+    the formulation's time; in the row of an alternative, what our attention
+    dropout takes of its time.
 
     Args:
         record: what `dampen bench` measured.
@@ -401,13 +404,15 @@ def remarks(record: Record) -> list[str]:
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, {machine['clock']} time"
     said = [
-        f"{where}. Memory: what a step allocates at its peak, without weights; as a multiple of the baseline's."
+        f"{where}. Memory: what a step allocates at its peak, without "
+        "weights; as a multiple of the baseline's."
     ]
     total = sum(len(record[group]) for group in ("ratios", "papers", "alternatives")) + 1
     if record["noisy"]:
         said.append(
             f"Too noisy: {len(record['noisy'])} of {total} intervals are wider than 3 %. "
-            "Run on a quieter machine, with more --rounds and --seconds, or with --threads 1 --clock cpu."
+            "Run on a quieter machine, with more --rounds and "
+            "--seconds, or with --threads 1 --clock cpu."
         )
     said += [f"Not benched: {name}: {reason}" for name, reason in record["skipped"].items()]
     return said

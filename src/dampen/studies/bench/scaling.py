@@ -45,10 +45,11 @@ def scale_attention(
     progress: Progress,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> dict[str, Any]:
-    """Time and peak memory, forward and backward, over n = 64 to 16384 tokens, against what is plain.
+    """Time and peak memory, forward and backward, over n = 64 to 16384
+    tokens, against what is plain.
 
-    Methods that act inside attention run in `dampen.attention` alone, against plain SDPA; those that read the linear
-    maps around it run in one block, against a plain block.
+    Methods that act inside attention run in `dampen.attention` alone, against plain SDPA; those
+    that read the linear maps around it run in one block, against a plain block.
 
     Args:
         variants: the methods to measure.
@@ -103,7 +104,8 @@ def scale_attention(
 def _runnable(
     rows: Mapping[str, Row], n: int, left_out: dict[str, str]
 ) -> dict[str, Callable[[], Any]]:
-    """The rows that can run at length n, and in `left_out` why the others cannot: not every n is a grid of patches."""
+    """The rows that can run at length n, and in `left_out` why the others cannot: not every n is a
+    grid of patches."""
     runs: dict[str, Callable[[], Any]] = {}
     for name, make in rows.items():
         try:
@@ -195,7 +197,8 @@ def _wait(device: str) -> None:
 def _too_much(
     found: Mapping[str, list[Point]], stopped: Mapping[str, str], n: int, left: float
 ) -> dict[str, str]:
-    """The rows that cannot run at length n, with the reason; the dearest go first until the rest fits the time.
+    """The rows that cannot run at length n, with the reason; the dearest go first
+    until the rest fits the time.
 
     What is plain is needed as long as there is a row to compare with it.
     """
@@ -225,7 +228,8 @@ def _too_much(
     while compared() and CALLS * total() > left:
         dearest = max(compared(), key=lambda name: running[name])
         reasons[dearest] = (
-            f"ends before n = {n}: about {running.pop(dearest):.1f} s per call, with {max(0.0, left):.0f} s left"
+            f"ends before n = {n}: about {running.pop(dearest):.1f} s "
+            f"per call, with {max(0.0, left):.0f} s left"
         )
     for name in set(running) - {against[row] for row in compared()} - set(compared()):
         reasons[name] = f"ends before n = {n}: no method is left to compare with it"

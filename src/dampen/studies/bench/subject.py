@@ -85,8 +85,8 @@ def own_model(spec: Mapping[str, Any], batch: int) -> tuple[nn.Module, tuple[Ten
 
 
 def built(spec: Mapping[str, Any], batch: int) -> tuple[Any, ...]:
-    """A model of the user's own and what it is called with, as it is: a tensor, several, or some by name. A function in
-    a file may return a loss as well.
+    """A model of the user's own and what it is called with, as it is: a tensor, several, or some by
+    name. A function in a file may return a loss as well.
 
     Args:
         spec: name and arguments.
@@ -199,13 +199,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "encoder": {"features": 64, "classes": 10, "max_tokens": 128},
     "language": {"vocab": 1000, "context": 128},
 }
-"""Arguments of our models that a data set would decide; an image model has defaults for all of its own."""
+"""Arguments of our models that a data set would decide; an image model has
+defaults for all of its own."""
 IMAGES = ("vit",)
 
 
 @dataclass
 class Subject:
-    """A plain model in training mode and what to feed it. Copies share its weights: many of them cost little."""
+    """A plain model in training mode and what to feed it. Copies share its weights: many of them
+    cost little."""
 
     label: str
     model: nn.Module
@@ -239,7 +241,8 @@ class Subject:
         )
 
     def step(self, losses: Callable[[], Tensor]) -> Callable[[], None]:
-        """One training step without the optimizer, which is the same for all: forward, backward, gradients dropped.
+        """One training step without the optimizer, which is the same for all: forward, backward,
+        gradients dropped.
 
         Args:
             losses: computes the loss of a step.
@@ -372,7 +375,8 @@ def _image_shape(model: Any, arguments: dict[str, Any]) -> tuple[int, tuple[int,
 
 
 def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
-    """The most bytes that tensors allocated inside `run` occupy at once; what existed before counts nothing.
+    """The most bytes that tensors allocated inside `run` occupy at once; what
+    existed before counts nothing.
 
     Args:
         run: one run.
@@ -386,7 +390,8 @@ def peak_memory(run: Callable[[], Any], device: str = "cpu") -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints each start and stop
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # what earlier work left in cycles would otherwise be given back inside, and count as less
+    # what earlier work left in cycles would otherwise be given back inside, and count as less
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     inner: Any = profiler.profiler
@@ -439,7 +444,8 @@ def attention_as(function: Attention) -> Iterator[None]:
 
 
 def unfused(scores: Stage | None = None, weights: Stage | None = None) -> Attention:
-    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the scores or to the weights.
+    """softmax(q k^T / sqrt(D)) v on the matrix of scores, with something done to the
+    scores or to the weights.
 
     Args:
         scores: changes the scores.

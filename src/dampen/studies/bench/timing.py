@@ -1,4 +1,5 @@
-"""Compare costs on a noisy machine: one process, interleaved rounds, medians of paired ratios with an interval."""
+"""Compare costs on a noisy machine: one process, interleaved rounds, medians of paired ratios with
+an interval."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from dampen.native.library import cpu_name
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much a variant costs, as a multiple of the reference: median of paired ratios with a 95 % interval."""
+    """How much a variant costs, as a multiple of the reference: median of paired ratios
+    with a 95 % interval."""
 
     median: float
     low: float
@@ -29,7 +31,8 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """The interval's width as a fraction of the median: above 0.03 the machine is too noisy for small costs."""
+        """The interval's width as a fraction of the median: above 0.03 the machine is too noisy for
+        small costs."""
         return (self.high - self.low) / self.median
 
     def __str__(self) -> str:
@@ -90,7 +93,8 @@ def time_rounds(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int], None] | None = None,
 ) -> Timings:
-    """Time every variant once per round, in an order drawn anew each round, against the reference of the same round.
+    """Time every variant once per round, in an order drawn anew each round, against the reference
+    of the same round.
 
     Args:
         variants: name -> something to call.
@@ -98,11 +102,12 @@ def time_rounds(
         rounds: how many rounds at most.
         seconds: stop before a round with which this time would be over.
         least: how many rounds at least, whatever the time.
-        every: with many variants a round takes long, and the machine changes meanwhile; the reference is then timed
-            again among every so many variants, which are paired with that one.
-        enough: a variant whose interval is no wider than this, as a fraction of its median, is timed no more: the
-            rounds that are left go to those of which less is known. Not before `sure` rounds: a few values lie close
-            together by chance.
+        every: with many variants a round takes long, and the machine changes meanwhile; the
+            reference is then timed again among every so many variants, which
+            are paired with that one.
+        enough: a variant whose interval is no wider than this, as a fraction of its median, is
+            timed no more: the rounds that are left go to those of which less is known. Not before
+            `sure` rounds: a few values lie close together by chance.
         sure: see `enough`.
         warm: call each once before; False where that was done.
         clock: `time.process_time` where neighbors disturb the wall clock, with a single thread.
@@ -143,7 +148,8 @@ def time_rounds(
 
 
 def summarize(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> dict[str, Ratio]:
-    """Median and interval of time / reference for each variant, the reference being the one that is best in the median.
+    """Median and interval of time / reference for each variant, the reference being the one that is
+    best in the median.
 
     >>> pairs = {"plain": [(2.0, {"plain": 2.0})] * 5, "twice": [(4.0, {"plain": 2.0})] * 5}
     >>> print(summarize(pairs, ["plain"])["twice"])
@@ -161,7 +167,8 @@ def best_of(pairs: Mapping[str, list[Pair]], references: Sequence[str]) -> str:
 
 
 def _groups(names: list[str], size: int | None, shuffle: random.Random) -> list[list[str]]:
-    """The variants of a round in a new order, in groups of nearly equal size; one empty group if there are none."""
+    """The variants of a round in a new order, in groups of nearly equal size; one empty group if
+    there are none."""
     names = names.copy()
     shuffle.shuffle(names)
     count = max(1, math.ceil(len(names) / size)) if size else 1
@@ -177,7 +184,8 @@ def _ratio(pairs: list[tuple[float, float]]) -> Ratio:
 
 
 def _interval(n: int) -> tuple[int, int]:
-    """The order statistics that enclose the median with 95 % confidence (binomial, distribution-free)."""
+    """The order statistics that enclose the median with 95 % confidence (binomial,
+    distribution-free)."""
     below, total = 0, 0.0
     while below < n // 2:
         total += math.comb(n, below) / 2**n

@@ -1,4 +1,5 @@
-"""Folders: of images, one folder per class, or as Hugging Face `datasets` saved them (`save_to_disk`)."""
+"""Folders: of images, one folder per class, or as Hugging Face `datasets` saved them
+(`save_to_disk`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Everything that can be measured on a trained model: of a run of a study, or of any model with a data set.
+"""Everything that can be measured on a trained model: of a run of a study, or of
+any model with a data set.
 
 dampen diagnose runs/demo
 """

@@ -78,7 +78,8 @@ def diagnose(
     only: Sequence[str] = (),
     progress: Callable[[str, int, int], None] = lambda section, done, total: None,
 ) -> dict[str, Any]:
-    """Measure every section (or only those named) and return plain data; the model is left as it was.
+    """Measure every section (or only those named) and return plain data; the
+    model is left as it was.
 
     Args:
         trained: the model with its data.
@@ -114,7 +115,8 @@ def diagnose(
 
 
 def calibration(t: Trained, s: Settings) -> dict[str, Any]:
-    """Accuracy with interval, NLL, Brier score, ECE over bins of equal width and of equal mass, reliability.
+    """Accuracy with interval, NLL, Brier score, ECE over bins of equal width and of
+    equal mass, reliability.
 
     Args:
         t: the model with its data.
@@ -126,7 +128,8 @@ def calibration(t: Trained, s: Settings) -> dict[str, Any]:
 
 
 def gradient_variance(t: Trained, s: Settings) -> dict[str, Any]:
-    """The spread of mini-batch gradients in training mode, with the regularizers and their penalties, not augmented.
+    """The spread of mini-batch gradients in training mode, with the regularizers and their
+    penalties, not augmented.
 
     Args:
         t: the model with its data.
@@ -333,8 +336,8 @@ def _number(value: float | None) -> str:
 
 
 def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the diagnosis where `dampen report` looks for it; sections of this trial that were measured before stay,
-    with the settings they were measured with.
+    """Write the diagnosis where `dampen report` looks for it; sections of this trial that were
+    measured before stay, with the settings they were measured with.
 
     Args:
         folder: the folder.
@@ -360,7 +363,8 @@ def keep(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept(folder: Path, settings: Settings, only: Sequence[str] = ()) -> dict[str, Any] | None:
-    """What was measured before, if it is of this trial, with these settings, and has everything requested.
+    """What was measured before, if it is of this trial, with these settings, and
+    has everything requested.
 
     Args:
         folder: the folder.

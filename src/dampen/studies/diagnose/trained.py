@@ -1,4 +1,5 @@
-"""A trained model with its data: rebuilt from a trial's folder, or given as a function or a file of weights."""
+"""A trained model with its data: rebuilt from a trial's folder, or given as a function
+or a file of weights."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ PICTURE = "attention.png"
 
 @dataclass
 class Trained:
-    """What is diagnosed. `initial` holds random weights that no data has touched, where they are known: those before
-    training, also where a pretraining went before. Pictures go to `picture`, and beside it."""
+    """What is diagnosed. `initial` holds random weights that no data has touched, where they are
+    known: those before training, also where a pretraining went before. Pictures go to `picture`,
+    and beside it."""
 
     name: str
     model: nn.Module
@@ -42,7 +44,8 @@ class Trained:
     picture: Path | None = None
 
     def batches(self, split: str, examples: int, size: int | None = None) -> Batches:
-        """Batches (inputs, labels) of the first `examples` of a split; labels that do not count are -100.
+        """Batches (inputs, labels) of the first `examples` of a split; labels
+        that do not count are -100.
 
         Args:
             split: train, valid or test.
@@ -89,7 +92,8 @@ APPROVE = "dampen diagnose FOLDER --trust"
 
 
 def find_trials(folder: Path, trust: bool = False) -> list[Path]:
-    """The finished trials in `folder`: itself, or those below it. Plug-ins that their plans name are imported.
+    """The finished trials in `folder`: itself, or those below it. Plug-ins that their
+    plans name are imported.
 
     Args:
         folder: of a study or of one run.
@@ -118,13 +122,15 @@ def find_trials(folder: Path, trust: bool = False) -> list[Path]:
     if not finished:
         what = f"{len(found)} runs, none of them finished" if found else "no trial"
         raise LabError(
-            f"{folder} holds {what}. Run the command that wrote it again: it resumes, then diagnose."
+            f"{folder} holds {what}. Run the command that "
+            "wrote it again: it resumes, then diagnose."
         )
     return finished
 
 
 def from_run(folder: Path, data_dir: str | None = None) -> Trained:
-    """The model of a finished trial, with its data, its regularizers, and its weights before training.
+    """The model of a finished trial, with its data, its regularizers, and its
+    weights before training.
 
     Args:
         folder: the folder.
@@ -179,9 +185,11 @@ def from_model(
     data_dir: str | None = None,
     partial: bool = False,
 ) -> Trained:
-    """A model that no study trained: `package.module:function` that returns it, or a file with its state_dict.
+    """A model that no study trained: `package.module:function` that returns it, or a
+    file with its state_dict.
 
-    The file is read with `weights_only=True`, and `model` says what the weights belong to, as in `vit(width=48)`.
+    The file is read with `weights_only=True`, and `model` says what the weights belong to, as in
+    `vit(width=48)`.
 
     Args:
         place: a function or a file of weights.

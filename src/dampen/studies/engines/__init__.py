@@ -1,7 +1,8 @@
-"""Engines run independent trials somewhere. Every engine takes the same jobs and leaves the same records.
+"""Engines run independent trials somewhere. Every engine takes the same jobs and
+leaves the same records.
 
-`local` (local.py) uses processes of this machine. Another engine is one more file with a class that has `run`, and one
-more line in `ENGINES`; or a package's own, by the entry point `dampen.engines`.
+`local` (local.py) uses processes of this machine. Another engine is one more file with a class that
+has `run`, and one more line in `ENGINES`; or a package's own, by the entry point `dampen.engines`.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Engine(Protocol):
     """What an engine must do."""
 
     def run(self, jobs: Sequence[Job], execution: Execution, report: Report) -> dict[str, Outcome]:
-        """Run the jobs and return the outcome of each by trial id. KeyboardInterrupt stops at the next step of each
-        running trial, after its checkpoint, and returns what there is."""
+        """Run the jobs and return the outcome of each by trial id. KeyboardInterrupt stops at the
+        next step of each running trial, after its checkpoint, and returns what there is."""
         ...
 
 
@@ -109,7 +110,8 @@ def run_job(
     report: Callable[[dict[str, Any]], None],
     stop: Callable[[], bool],
 ) -> Outcome:
-    """Run one job in this process and turn whatever happens into an outcome; engines call it in their workers.
+    """Run one job in this process and turn whatever happens into an outcome; engines
+    call it in their workers.
 
     Args:
         job: the run and its folder.
@@ -147,7 +149,8 @@ def run_job(
 
 
 def failed(job: Job, message: str, traceback: str = "") -> Outcome:
-    """A trial that failed, with the reason kept in its folder: the table, the page and `dampen.load` read it there."""
+    """A trial that failed, with the reason kept in its folder: the table, the page and
+    `dampen.load` read it there."""
     try:
         if job.folder.is_dir():
             write_json(job.folder / "error.json", {"message": message, "traceback": traceback})
@@ -157,7 +160,8 @@ def failed(job: Job, message: str, traceback: str = "") -> Outcome:
 
 
 def after_death(job: Job, how: str, deaths: int) -> tuple[str, Outcome | None]:
-    """What to say of a job whose worker has died, `deaths` times by now, and its outcome once that is too often."""
+    """What to say of a job whose worker has died, `deaths` times by now, and its outcome once that
+    is too often."""
     from dampen.studies.trainer.checkpoint import saved_states
 
     if deaths > RETRIES:

@@ -1,9 +1,10 @@
 """The local engine: every trial runs in a worker process of its own on this machine.
 
-A worker runs one trial and ends, so that nothing a trial changes in its process (autocast, threads, patched functions,
-the environment) reaches the next one. On Linux workers are forked from a server that has imported torch and Fabric.
-Cores are shared out: with as many workers as cores each uses one thread. Where there are GPUs, one worker runs on each,
-and sees no other. A worker that dies is replaced and its run resumes from its checkpoint.
+A worker runs one trial and ends, so that nothing a trial changes in its process (autocast, threads,
+patched functions, the environment) reaches the next one. On Linux workers are forked from a server
+that has imported torch and Fabric. Cores are shared out: with as many workers as cores each uses
+one thread. Where there are GPUs, one worker runs on each, and sees no other. A worker that dies is
+replaced and its run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ def least_used(places: Sequence[str], used: Iterable[str]) -> str:
 # --- the workers
 
 STOP_SECONDS = 7.0
-"""After SIGTERM, how long a worker may take to write its checkpoint. Then it is killed; its run resumes."""
+"""After SIGTERM, how long a worker may take to write its checkpoint. Then it is
+killed; its run resumes."""
 LEAVE_SECONDS = 5.0
-"""How long a worker may take to end after its outcome, or once it is no longer needed. A user's function may
-have left threads behind that never end."""
+"""How long a worker may take to end after its outcome, or once it is no longer needed. A user's
+function may have left threads behind that never end."""
 LOOK_SECONDS = 0.05
 """How often a worker looks whether it is to stop."""
 
@@ -96,7 +98,8 @@ LOOK_SECONDS = 0.05
 @dataclass
 class _Worker:
     process: Any
-    pipe: Any  # nothing else is shared: a lock held by a process that gets killed would stop all others
+    # nothing else is shared: a lock held by a process that gets killed would stop all others
+    pipe: Any
     job: Job
     card: str = ""  # the GPUs that it sees; "": whatever the machine has
     done: bool = False  # its outcome is here
@@ -112,9 +115,10 @@ class LocalEngine:
     """Processes on this machine.
 
     Args:
-        workers: how many at once; as many as there are cores, or GPUs (or runs, if fewer) if omitted.
-        planned: how many trials the whole run has; threads are shared out by it, so that a resumed run, with fewer
-            trials left, computes with as many threads as before.
+        workers: how many at once; as many as there are cores, or GPUs (or
+            runs, if fewer) if omitted.
+        planned: how many trials the whole run has; threads are shared out by it, so that a resumed
+            run, with fewer trials left, computes with as many threads as before.
         per_gpu: workers that share a GPU.
     """
 
@@ -236,16 +240,19 @@ def _start(job: Job, execution: Execution, card: str) -> _Worker:
 
 
 def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> bool:
-    """Forward all pending events of a worker; whether one of its runs ended in a way that would stop all others.
+    """Forward all pending events of a worker; whether one of its runs ended in a way that would
+    stop all others.
 
     Args:
-        worker: the process to read from. Marked as dead when its pipe is closed; its run is then tried again.
+        worker: the process to read from. Marked as dead when its pipe is closed; its
+            run is then tried again.
         outcomes: updated in place as runs end.
         report: receives each event in the order in which the worker sent it.
     """
     fatal = False
     while not (worker.done or worker.dead) and worker.pipe.poll():
-        # A killed worker leaves a half-written message behind, so EOF and unpickling errors mean the same here.
+        # A killed worker leaves a half-written message behind, so EOF and unpickling
+        # errors mean the same here.
         try:
             kind, value = worker.pipe.recv()
         except (EOFError, OSError):
@@ -266,7 +273,8 @@ def _drain(worker: _Worker, outcomes: dict[str, Outcome], report: Report) -> boo
 
 
 def _gone(worker: _Worker, since: float) -> bool:
-    """Whether a worker with an outcome has ended; one that has not after `LEAVE_SECONDS` is killed."""
+    """Whether a worker with an outcome has ended; one that has not after
+    `LEAVE_SECONDS` is killed."""
     if worker.process.is_alive() and time.monotonic() - since > LEAVE_SECONDS:
         _finish(worker, since)
     return not worker.process.is_alive()
@@ -294,8 +302,9 @@ def _work(pipe: Any, job: Job, execution: Execution, card: str) -> None:
     stop_on_signals(asked_to_stop)
 
     def stopped() -> bool:
-        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop. Checked after every
-        step and answered anew a few times a second, because looking at a pipe takes its part of a tiny step."""
+        """While a trial runs, the parent says nothing but 'stop', or it is gone: both mean stop.
+        Checked after every step and answered anew a few times a second, because looking at a pipe
+        takes its part of a tiny step."""
         nonlocal stopping, looked
         if not stopping and time.monotonic() - looked >= LOOK_SECONDS:
             stopping, looked = pipe.poll(), time.monotonic()
@@ -315,8 +324,8 @@ def _work(pipe: Any, job: Job, execution: Execution, card: str) -> None:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Send what this process prints to a file: Python's output, that of libraries in C and of child processes. A
-    terminal that many workers share shows none of it. An empty file is removed.
+    """Send what this process prints to a file: Python's output, that of libraries in C and of child
+    processes. A terminal that many workers share shows none of it. An empty file is removed.
 
     Args:
         path: the file; what it holds stays.

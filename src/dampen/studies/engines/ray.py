@@ -1,8 +1,10 @@
-"""The Ray engine: trials as Ray Core tasks, on a cluster or on a local one that is started for the run.
+"""The Ray engine: trials as Ray Core tasks, on a cluster or on a local one
+that is started for the run.
 
-Same jobs, same records as the local engine. A task whose worker or node dies is submitted again and resumes from its
-checkpoint. The runs folder should lie on a file system that all nodes share; where it does not, the small files of a
-finished record are sent back, and only checkpoints and weights stay on the node.
+Same jobs, same records as the local engine. A task whose worker or node dies is submitted again and
+resumes from its checkpoint. The runs folder should lie on a file system that all nodes share; where
+it does not, the small files of a finished record are sent back, and only checkpoints and weights
+stay on the node.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from dampen.studies.result import Event, parse_event
 from dampen.studies.trainer.state import Execution
 
 FILES = ("config.json", "environment.json", "log.jsonl", "final.json")
-"""What is sent back from a node that does not share the folder; final.json last, because it says that all is there."""
+"""What is sent back from a node that does not share the folder; final.json last, because it says
+that all is there."""
 
 
 class Mailbox:
@@ -62,7 +65,8 @@ class RayEngine:
     Args:
         address: of a cluster (`auto` finds one on this machine); starts a local cluster if omitted.
         workers: how many trials at once; as many as the cluster has processors for if omitted.
-        planned: taken for the sake of equal calls; a trial has one thread here unless `Execution.threads` says more.
+        planned: taken for the sake of equal calls; a trial has one thread here unless
+            `Execution.threads` says more.
     """
 
     def __init__(
@@ -167,7 +171,8 @@ class _Run:
             events = self.ray.get(self.mailbox.take.remote())
         except self.ray.exceptions.RayActorError as error:
             raise LabError(
-                f"The connection to the Ray cluster is lost ({type(error).__name__}). Records are whole; run the same "
+                "The connection to the Ray cluster is lost "
+                f"({type(error).__name__}). Records are whole; run the same "
                 "command again to resume."
             ) from error
         for trial, event in events:
@@ -188,7 +193,8 @@ def _task(
     looked_at, stopping = 0.0, False
 
     def stopped() -> bool:
-        """Query twice a second at most: a question to another process costs as much as a step of a small model."""
+        """Query twice a second at most: a question to another process costs as much as a step of a
+        small model."""
         nonlocal looked_at, stopping
         if not stopping and time.monotonic() - looked_at > 0.5:
             looked_at, stopping = time.monotonic(), ray.get(mailbox.stopped.remote())
@@ -213,7 +219,8 @@ def _task(
 
 
 def bring_home(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a record that is only on the node that made it; where the folder is shared it is here already."""
+    """Write a record that is only on the node that made it; where the folder is
+    shared it is here already."""
     if not files or (folder / "final.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -36,8 +36,8 @@ EXIT_CODES = {
     "locked": 4,
     "diverged": 5,
 }
-"""The worst outcome decides the exit code, in this order; a full disk, missing data or a function that does not fit
-also stops the other trials."""
+"""The worst outcome decides the exit code, in this order; a full disk, missing data or a function
+that does not fit also stops the other trials."""
 
 
 @dataclass
@@ -158,8 +158,8 @@ def run_comparison(
 def training_of(trial: Run) -> str:
     """What is trained, as text: equal for trials that compute the same.
 
-    A pretraining has a folder of its own and a user's function sees the name of its row, so such trials agree with
-    none but themselves.
+    A pretraining has a folder of its own and a user's function sees the name of its row, so such
+    trials agree with none but themselves.
 
     Args:
         trial: a run.
@@ -195,10 +195,11 @@ def _method(spec: Mapping[str, Any]) -> dict[str, Any]:
 def trained_once(
     jobs: Sequence[Job], planned: Collection[Run], folder: Path, retry: bool = False
 ) -> tuple[list[Job], list[tuple[Job, Run]]]:
-    """The jobs to train, and those that take over the result of another trial of the plan, each with that trial.
+    """The jobs to train, and those that take over the result of another trial of the plan, each
+    with that trial.
 
-    What is recorded, or has begun, goes before what is not. Nothing is taken over from other kernels than those in use,
-    which draw from another stream; nor, with `retry`, what diverged.
+    What is recorded, or has begun, goes before what is not. Nothing is taken over from other
+    kernels than those in use, which draw from another stream; nor, with `retry`, what diverged.
     """
     asked = {job.trial.id for job in jobs}
     trainings = {run.id: training_of(run) for run in planned}
@@ -226,9 +227,11 @@ def trained_once(
 
 
 def take_over(job: Job, first: Run, outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Write the record of a trial from that of the one that was trained; what became of it where that has none.
+    """Write the record of a trial from that of the one that was trained; what became
+    of it where that has none.
 
-    What cannot be read or written is an outcome like any other: the other trials still have their table.
+    What cannot be read or written is an outcome like any other: the other
+    trials still have their table.
 
     Args:
         job: the run that is not trained.
@@ -279,7 +282,8 @@ def _usable(folder: Path, retry: bool) -> bool:
 
 
 def _on_this_path(folder: Path) -> bool:
-    """Whether a trial that is to be trained will run on the kernels in use: one that resumes keeps to its own."""
+    """Whether a trial that is to be trained will run on the kernels in use: one that
+    resumes keeps to its own."""
     return kernels_before(folder) in ("", library.path())
 
 

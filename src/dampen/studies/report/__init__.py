@@ -1,6 +1,8 @@
-"""From run folders to a page, or a table in another format: which method, at what cost, how far to trust it.
+"""From run folders to a page, or a table in another format: which method, at what
+cost, how far to trust it.
 
-read -> study (one protocol per table) -> table (statistics, verdicts) -> advice -> page, Markdown, CSV, JSON, LaTeX
+read -> study (one protocol per table) -> table (statistics, verdicts) -> advice -> page, Markdown,
+CSV, JSON, LaTeX
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ PACK = "pack"
 
 @dataclass
 class Report:
-    """The tables of some run folders, what was left out and why, and what `dampen bench` measured."""
+    """The tables of some run folders, what was left out and why, and what
+    `dampen bench` measured."""
 
     tables: list[ResultTable]
     skipped: list[Skipped]
@@ -34,7 +37,8 @@ class Report:
     across: Figure | None = None  # the answer over all tables, see `dampen.combine`
 
     def render(self, format: str = "html", live: str = "", title: str = "") -> str:
-        """The report in one of `FORMATS`. `live` is for pages that a server shows: the version of their content.
+        """The report in one of `FORMATS`. `live` is for pages that a server shows: the
+        version of their content.
 
         Args:
             format: one of `FORMATS`, or "pack".
@@ -63,8 +67,9 @@ class Report:
 def make_report(runs: Sequence[Path | str], split: bool = False) -> Report:
     """Read run folders and judge every row.
 
-    Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would mix protocols (with
-    `split` each protocol gets its own table), LabError where nothing is left to show.
+    Damaged and empty folders are listed and skipped. Raises ProtocolMismatch where a table would
+    mix protocols (with `split` each protocol gets its own table), LabError where
+    nothing is left to show.
 
     Args:
         runs: the folders, packs or bench results to read.
@@ -94,9 +99,11 @@ def write_report(
     title: str = "",
     across: Figure | None = None,
 ) -> Report:
-    """Make a report and write it to `output`, in the format said or the one that the name's ending says.
+    """Make a report and write it to `output`, in the format said or the one
+    that the name's ending says.
 
-    A pack is compressed where the name ends in .xz, and smaller by far without the `curves` of its trials.
+    A pack is compressed where the name ends in .xz, and smaller by far without
+    the `curves` of its trials.
 
     Args:
         runs: the folders, packs or bench results to read.

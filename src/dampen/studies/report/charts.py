@@ -1,4 +1,5 @@
-"""The charts of a table: differences, results, gain against cost, curves, what a search tried, what a bench took."""
+"""The charts of a table: differences, results, gain against cost, curves, what a search tried, what
+a bench took."""
 
 from __future__ import annotations
 
@@ -219,10 +220,11 @@ def cost(table: ResultTable, palette: Palette) -> Figure | None:
 
 
 def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, Any]]]]:
-    """The names of the points, on the side with more room, each at a height of its own: (align, dx, data).
+    """The names of the points, on the side with more room, each at a height of
+    its own: (align, dx, data).
 
-    From bottom to top each label takes the lowest free place at or above its point; those far above the top are moved
-    down again, so that the chart keeps its height.
+    From bottom to top each label takes the lowest free place at or above its point; those far above
+    the top are moved down again, so that the chart keeps its height.
     """
     ends = [r[k] for r in shown for k in ("low", "high", "mean") if r[k] is not None]
     row = 0.05 * ((max(ends) - min(ends)) or 1.0)
@@ -243,8 +245,9 @@ def _labels(shown: list[dict[str, Any]]) -> list[tuple[Any, int, list[dict[str, 
 
 
 def _front(entries: list[Entry], mode: str) -> list[Entry]:
-    """The methods that pay for a more expensive step with a better result, cheapest first. Costs that cannot be
-    separated are equal, so a method is left out where a better one does not cost measurably more."""
+    """The methods that pay for a more expensive step with a better result, cheapest first. Costs
+    that cannot be separated are equal, so a method is left out where a better one does not cost
+    measurably more."""
 
     def beats(one: Entry, two: Entry) -> bool:
         return (one.summary.mean > two.summary.mean) == (mode == "max") and (
@@ -270,7 +273,8 @@ VERDICTS = {
 
 
 def forest(table: ResultTable, palette: Palette) -> Figure | None:
-    """A row per method, best first: difference (point), its corrected interval (line), its verdict in words.
+    """A row per method, best first: difference (point), its corrected interval
+    (line), its verdict in words.
 
     Args:
         table: the runs of a study, judged.
@@ -335,7 +339,8 @@ def forest(table: ResultTable, palette: Palette) -> Figure | None:
     )
     layers.append(points)
     caption = (
-        "Point: mean paired difference. Line: its interval, corrected as the verdict is. A line that "
+        "Point: mean paired difference. Line: its interval, "
+        "corrected as the verdict is. A line that "
         "crosses 0 is an inconclusive comparison."
     )
     if table.margin:
@@ -382,8 +387,8 @@ def _difference_record(entry: Entry, table: ResultTable) -> dict[str, Any]:
 
 
 def curves(table: ResultTable, palette: Palette) -> list[Figure]:
-    """Training and validation in one chart over steps: the metric that selects, and the loss. Means over seeds with a
-    band of one standard deviation; single seeds on demand.
+    """Training and validation in one chart over steps: the metric that selects, and the loss. Means
+    over seeds with a band of one standard deviation; single seeds on demand.
 
     Args:
         table: the runs of a study, judged.
@@ -501,7 +506,8 @@ def _curves(
     names: list[str],
     palette: Palette,
 ) -> Figure | None:
-    """One chart with the parts (label, group of the log, name), or None where nothing makes a curve."""
+    """One chart with the parts (label, group of the log, name), or None where
+    nothing makes a curve."""
     records = [r for part in parts if part[2] for r in _curve_records(logs, over, *part)]
     if len({r["at"] for r in records}) < 2:  # logged once, there is no curve to draw
         return None
@@ -643,7 +649,8 @@ def bench_figures(record: dict[str, Any]) -> list[Figure]:
 
 
 def bench_chart(record: dict[str, Any]) -> Any:
-    """Costs with their intervals on one axis, the papers' formulations beside ours (an altair chart).
+    """Costs with their intervals on one axis, the papers' formulations
+    beside ours (an altair chart).
 
     Args:
         record: what `dampen bench` measured.
@@ -681,8 +688,10 @@ def bench_chart(record: dict[str, Any]) -> Any:
 def _steps(record: dict[str, Any]) -> Figure:
     rows = bench_rows(record)
     caption = (
-        "Point: median of paired ratios; line: its 95 % interval; 1 is the baseline with the faster of fused and "
-        "unfused attention. Memory: what a step allocates at its peak, as a multiple of the baseline's."
+        "Point: median of paired ratios; line: its 95 % interval; 1 is "
+        "the baseline with the faster of fused and "
+        "unfused attention. Memory: what a step allocates at "
+        "its peak, as a multiple of the baseline's."
     )
     if record["noisy"]:
         caption += f" The intervals of {len(record['noisy'])} methods are wider than 3 %: the machine was not quiet."

@@ -1,4 +1,5 @@
-"""Charts of what `dampen diagnose` measured on the trained models; each appears only where there is data.
+"""Charts of what `dampen diagnose` measured on the trained models; each appears
+only where there is data.
 
 A run's diagnose.json may hold, each optional:
 

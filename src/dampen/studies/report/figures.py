@@ -1,4 +1,5 @@
-"""What all charts share: figures with their numbers, and one color and shape per method throughout a page."""
+"""What all charts share: figures with their numbers, and one color and shape per
+method throughout a page."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MOST = 40
 CHOSEN = 6
 """How many lines a chart shows at first: more cannot be distinguished."""
 
-# After Okabe and Ito, for readers with any color vision, darkened so that each has contrast 3:1 on white. The page
-# exchanges them for lighter ones on a dark ground (DARK), entry by entry.
+# After Okabe and Ito, for readers with any color vision, darkened so that each has contrast 3:1 on
+# white. The page exchanges them for lighter ones on a dark ground (DARK), entry by entry.
 LIGHT = ("#005a9c", "#d55e00", "#008a63", "#b65c91", "#2e96cf", "#b87900")
 DARK = ("#4c9be0", "#ff8a3d", "#2cc79a", "#e59cc5", "#a5dbf7", "#f5c04a")
 REFERENCE_LIGHT, REFERENCE_DARK = "#5f6773", "#a9b1bd"
@@ -48,7 +49,8 @@ class Panel:
 
 @dataclass
 class Figure:
-    """One or more charts with a title, a sentence that says how to read them, and all their numbers."""
+    """One or more charts with a title, a sentence that says how to read them,
+    and all their numbers."""
 
     key: str
     title: str
@@ -68,7 +70,8 @@ class Figure:
 
 
 class Palette:
-    """A color, shape and dash for each name, the same everywhere in the page; references are gray."""
+    """A color, shape and dash for each name, the same everywhere in the
+    page; references are gray."""
 
     def __init__(self, names: Iterable[str], references: Iterable[str] = ()):
         gray = set(references)
@@ -141,7 +144,8 @@ class Palette:
 
 
 def part_dash(parts: list[str]) -> StrokeDash:
-    """The encoding of the field `part` as dashes: the first solid, the second dashed. The caption explains them.
+    """The encoding of the field `part` as dashes: the first solid, the second dashed.
+    The caption explains them.
 
     Args:
         parts: the values of the field.
@@ -155,7 +159,8 @@ def part_dash(parts: list[str]) -> StrokeDash:
 
 
 def _legend(names: list[str], lines: bool = False) -> Legend:
-    """Below the chart, whole names, never paler than the marks. Equal legends of one field become one."""
+    """Below the chart, whole names, never paler than the marks. Equal legends of
+    one field become one."""
     import altair as alt
 
     options: dict[str, Any] = (

@@ -26,7 +26,8 @@ QUESTIONS = ("Which method?", "What does it cost?", "Can I trust it?")
 def to_markdown(
     tables: list[ResultTable], skipped: list[Skipped], benches: Sequence[dict[str, Any]] = ()
 ) -> str:
-    """Tables for a README: answers first, then the rows, then the paper, then what a bench measured.
+    """Tables for a README: answers first, then the rows, then the paper,
+    then what a bench measured.
 
     Args:
         tables: the judged tables.
@@ -46,7 +47,8 @@ def to_markdown(
             QUESTIONS, (advice.which, advice.cost, advice.trust), strict=True
         ):
             parts.append(
-                f"- **{question}** {markdown_text(answer.headline)}. {markdown_text(' '.join(answer.details))}"
+                f"- **{question}** {markdown_text(answer.headline)}. "
+                f"{markdown_text(' '.join(answer.details))}"
             )
         texts = _texts_of_figures(table) if table.study.show_all else []
         if texts:
@@ -198,7 +200,8 @@ def to_json(tables: list[ResultTable], skipped: list[Skipped]) -> str:
 
 
 def to_latex(tables: list[ResultTable]) -> str:
-    """Tables for a paper (booktabs), one per study; methods that are significantly better than the baseline in bold.
+    """Tables for a paper (booktabs), one per study; methods that are significantly better than the
+    baseline in bold.
 
     Args:
         tables: the judged tables.

@@ -1,6 +1,7 @@
 """The document that `dampen compare --json` prints, typed and versioned, for programs.
 
-`VERSION` rises when a field is renamed or removed or changes its meaning. New fields come without a new version.
+`VERSION` rises when a field is renamed or removed or changes its meaning. New fields
+come without a new version.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Method(msgspec.Struct):
     methods: list[dict[str, Any]]
     settings: str
     code: str  # the line of Python that uses it
-    verdict: str  # reference, better, worse, equal, "better where it trained", inconclusive, no gain, ...
+    # reference, better, worse, equal, "better where it trained", inconclusive, no gain, ...
+    verdict: str
     mean: float | None
     sd: float | None
     n: int
@@ -109,7 +111,8 @@ class Document(msgspec.Struct):
 
 
 def document(run: ComparisonResult, page: Path | None = None) -> dict[str, Any]:
-    """The whole document as plain data, without infinite numbers. The fields of 0.2 stand beside it.
+    """The whole document as plain data, without infinite numbers. The
+    fields of 0.2 stand beside it.
 
     Args:
         run: a comparison that ended.

@@ -1,4 +1,5 @@
-"""Packs, the logged runs of folders in one small file, and limits on what a report reads: both may come from anywhere."""
+"""Packs, the logged runs of folders in one small file, and limits on what a report reads: both may
+come from anywhere."""
 
 from __future__ import annotations
 
@@ -190,7 +191,8 @@ def folders_below(root: Path) -> Iterator[Path]:
 
 
 def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
-    """Every record below `paths` as one JSON document: by folder, by file; the logs only where `curves` are wanted.
+    """Every record below `paths` as one JSON document: by folder, by file; the logs only where
+    `curves` are wanted.
 
     Args:
         paths: the folders.
@@ -204,7 +206,8 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
             raise LabError(f"{given} is a file; only the folders of runs can be packed.")
         if not given.is_dir():
             raise LabError(
-                f"There is no folder {given}. Give the folder that dampen run, compare or demo wrote."
+                f"There is no folder {given}. Give the "
+                "folder that dampen run, compare or demo wrote."
             )
         top = given.resolve().name
         tops[top] = tops.get(top, 0) + 1
@@ -220,7 +223,8 @@ def pack(paths: Sequence[Path | str], curves: bool = True) -> dict[str, Any]:
 
 
 def to_text(packed: Mapping[str, Any]) -> str:
-    """The document with one folder per line, so that a version control system shows which trials came.
+    """The document with one folder per line, so that a version control system
+    shows which trials came.
 
     Args:
         packed: what `pack` returned.
@@ -258,7 +262,8 @@ def packed_text(path: Path) -> str:
 
 
 def unpack(path: Path, content: Any, folder: Path) -> None:
-    """Write the records of a packed file (its `path`, for messages, and its `content`) below `folder`, as they were.
+    """Write the records of a packed file (its `path`, for messages, and its `content`) below
+    `folder`, as they were.
 
     Args:
         path: the file.
@@ -276,7 +281,8 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
         )
     if content.get("version") != VERSION:
         raise LabError(
-            f"{path} is a pack of version {content.get('version')!r}, this dampen reads {VERSION}: update it."
+            f"{path} is a pack of version "
+            f"{content.get('version')!r}, this dampen reads {VERSION}: update it."
         )
     _check_sums(path, content)
     for name, files in content["folders"].items():
@@ -296,7 +302,8 @@ def unpack(path: Path, content: Any, folder: Path) -> None:
 
 
 def _check_sums(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise where a folder of a pack was changed, is missing or was added since; packs of before have no checksums."""
+    """Raise where a folder of a pack was changed, is missing or was added since; packs of before
+    have no checksums."""
     sums, folders = content.get("checksums"), content["folders"]
     if sums is None:
         return

@@ -195,11 +195,14 @@ def card_svg(table: ResultTable, advice: Advice) -> str:
         room = int((width - 96) / (0.56 * size))
         shown = text if len(text) <= room else text[: room - 1] + "…"
         texts.append(
-            f'<text x="48" y="{y}" font-size="{size}" fill="{color}" font-weight="{weight}">{escape(shown)}</text>'
+            f'<text x="48" y="{y}" font-size="{size}" fill="{color}" '
+            f'font-weight="{weight}">{escape(shown)}</text>'
         )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 320" width="{width}" height="320" '
-        'font-family="system-ui, sans-serif"><rect width="1000" height="320" rx="24" fill="#ffffff" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
+        f'{width} 320" width="{width}" height="320" '
+        'font-family="system-ui, sans-serif"><rect '
+        'width="1000" height="320" rx="24" fill="#ffffff" '
         'stroke="#c5ccd6"/><rect width="12" height="320" fill="#005a9c"/>'
         + "".join(texts)
         + "</svg>"
@@ -210,14 +213,22 @@ def card_svg(table: ResultTable, advice: Advice) -> str:
 
 HERE = Path(__file__).parent
 METHOD = (
-    "Runs of one seed start from the same weights and see the same batches, so methods are compared with the baseline "
-    "seed by seed. If the number of seeds was fixed in advance, the test is the paired t-test, or the exact sign-flip "
-    "test where all differences are equal. If the study was analyzed while it grew, the test is an e-process, which is "
-    "valid at every interim analysis. p values are Holm-corrected for the number of methods at level 0.05, separately "
-    "for each metric. A method's interval has the level of its test; the intervals are not simultaneous. Equal means "
-    "that the interval at 0.05 divided by the number of methods lies within the equivalence margin. With fewer than 3 "
-    "shared seeds there is no test. Identical trainings under two names count once. Grid points are selected by the "
-    "mean on validation, and the test set is evaluated once, at the end. Effects are Hedges' g with intervals from the "
+    "Runs of one seed start from the same weights and see the same batches, "
+    "so methods are compared with the baseline "
+    "seed by seed. If the number of seeds was fixed in advance, the test is "
+    "the paired t-test, or the exact sign-flip "
+    "test where all differences are equal. If the study was analyzed while it "
+    "grew, the test is an e-process, which is "
+    "valid at every interim analysis. p values are Holm-corrected for the "
+    "number of methods at level 0.05, separately "
+    "for each metric. A method's interval has the level of its test; the "
+    "intervals are not simultaneous. Equal means "
+    "that the interval at 0.05 divided by the number of methods lies within "
+    "the equivalence margin. With fewer than 3 "
+    "shared seeds there is no test. Identical trainings under two names "
+    "count once. Grid points are selected by the "
+    "mean on validation, and the test set is evaluated once, at the end. "
+    "Effects are Hedges' g with intervals from the "
     "noncentral t distribution."
 )
 
@@ -234,8 +245,8 @@ def make_page(
     title: str = "",
     across: Figure | None = None,
 ) -> str:
-    """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server shows, with the
-    version of its content.
+    """The whole page: tables of runs, then what a bench measured. `live` marks a page that a server
+    shows, with the version of its content.
 
     Args:
         tables: the judged tables.
@@ -351,7 +362,8 @@ def _figure_data(figure: Figure) -> dict[str, Any]:
 
 
 def content_policy(scripts: list[str], live: bool) -> str:
-    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no network, no eval.
+    """A policy that lets the page run its own scripts, known by their hashes, and nothing else: no
+    network, no eval.
 
     Args:
         scripts: the scripts of the page.

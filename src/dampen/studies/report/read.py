@@ -1,5 +1,5 @@
-"""From run folders to studies: what can be read, which runs belong in one table, and what is left out, with the
-reason. Mixing protocols is refused."""
+"""From run folders to studies: what can be read, which runs belong in one table, and what is left
+out, with the reason. Mixing protocols is refused."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Collection:
 
 
 def collect(paths: Sequence[Path | str]) -> Collection:
-    """Read every plan and trial below `paths`, or in files of records and of costs. A path that does not exist is an
-    error; damaged content is listed.
+    """Read every plan and trial below `paths`, or in files of records and of costs. A path that
+    does not exist is an error; damaged content is listed.
 
     Args:
         paths: the folders.
@@ -214,9 +214,11 @@ def _told(error: BaseException, folder: Path) -> str:
 def make_studies(
     found: Collection, split: bool = False
 ) -> tuple[list[LoggedComparison], list[Skipped]]:
-    """One study per plan, and one per folder of trials without a plan; what belongs nowhere is listed.
+    """One study per plan, and one per folder of trials without a plan; what
+    belongs nowhere is listed.
 
-    Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per protocol instead.
+    Raises ProtocolMismatch where a folder mixes protocols; `split=True` makes one study per
+    protocol instead.
 
     Args:
         found: what was read.
@@ -331,7 +333,8 @@ class ProtocolMismatch(LabError):
 
 
 def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
-    """What must be equal for runs to be compared, flat, as text: data, model, training, size of the splits.
+    """What must be equal for runs to be compared, flat, as text: data, model,
+    training, size of the splits.
 
     Args:
         run: one run.
@@ -360,7 +363,8 @@ def protocol_of(run: LoggedRun, free: Iterable[str] = ()) -> dict[str, str]:
 def check_protocol(
     name: str, runs: Sequence[LoggedRun], free: Iterable[str], planned: bool
 ) -> dict[str, str]:
-    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they may not be mixed.
+    """What all runs share; raises ProtocolMismatch, naming every setting and its values, if they
+    may not be mixed.
 
     Args:
         name: the name to use.
@@ -385,7 +389,8 @@ def check_protocol(
         raise ProtocolMismatch(
             f"{name} mixes incompatible protocols in one table:\n"
             + "\n".join(lines)
-            + "\nReport them separately: keep each protocol in its own folder, or pass --split for one table each."
+            + "\nReport them separately: keep each protocol in its own "
+            "folder, or pass --split for one table each."
         )
     first = flats[0] if flats else {}
     return {k: v for k, v in first.items() if all(flat.get(k, v) == v for flat in flats)}

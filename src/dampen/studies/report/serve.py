@@ -1,4 +1,5 @@
-"""The report as a live page on the loopback address: made anew when records change, reloaded by the page itself."""
+"""The report as a live page on the loopback address: made anew when records change, reloaded by the
+page itself."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from dampen.studies.report import make_report
 
 HOST = "127.0.0.1"
 THREADS, SECONDS = 16, 10.0
-"""How many clients are answered at once, and how long a request may take from its first byte to its last."""
+"""How many clients are answered at once, and how long a request may take from its
+first byte to its last."""
 RECORDS = (
     "plan.json",
     "config.json",
@@ -81,15 +83,18 @@ class LivePage:
 def _waiting(message: str) -> str:
     """Shown until there is something to show; reloads by itself."""
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+        '<!doctype html><html lang="en"><meta '
+        'charset="utf-8"><meta http-equiv="refresh" content="2">'
         '<meta name="color-scheme" content="light dark"><title>dampen report</title>'
         '<body style="font:16px system-ui;max-width:45rem;margin:4rem auto;padding:0 1rem">'
-        f"<h1>Waiting for runs</h1><pre style='white-space:pre-wrap'>{html.escape(message)}</pre></body></html>"
+        "<h1>Waiting for runs</h1><pre "
+        f"style='white-space:pre-wrap'>{html.escape(message)}</pre></body></html>"
     )
 
 
 class _Server(ThreadingHTTPServer):
-    """Bounded in what clients can make it do: so many threads, so long a queue, and not a word about broken ones."""
+    """Bounded in what clients can make it do: so many threads, so long a queue, and not a word
+    about broken ones."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -100,7 +105,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, as soon as one is free; the others wait until those inside are done or silent too long."""
+        """In a thread, as soon as one is free; the others wait until those inside are done or
+        silent too long."""
         while not self._free.acquire(timeout=0.1):
             self.service_actions()
         self._ends[request] = time.monotonic() + SECONDS
@@ -114,7 +120,8 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def service_actions(self) -> None:
-        """End the requests whose time is over: a client that sends a byte now and then is never silent."""
+        """End the requests whose time is over: a client that sends a byte now and
+        then is never silent."""
         now = time.monotonic()
         for connection, end in list(self._ends.items()):
             if now > end:
@@ -122,7 +129,8 @@ class _Server(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or spoke no HTTP, is its own business; an error of ours is shown."""
+        """A client that went away, or spoke no HTTP, is its own business; an
+        error of ours is shown."""
         if not isinstance(sys.exception(), OSError | ValueError):
             super().handle_error(request, client_address)
 
@@ -143,7 +151,8 @@ def make_server(
         timeout = SECONDS  # of silence
 
         def do_GET(self) -> None:
-            # Only by our own names: another site must not reach us through a name that it points here.
+            # Only by our own names: another site must not reach us through a
+            # name that it points here.
             if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
                 self._send(
                     HTTPStatus.FORBIDDEN,

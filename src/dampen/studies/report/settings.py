@@ -1,5 +1,5 @@
-"""What each method was run with: its settings in words, the line of Python that uses it, and names without what all
-methods share."""
+"""What each method was run with: its settings in words, the line of Python that uses it, and names
+without what all methods share."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def regularize_line(entry: Entry, reference: Entry | None = None) -> str:
 
 
 def more_seeds(table: ResultTable, folder: Path | None = None) -> str:
-    """What to type so that inconclusive methods get more seeds; empty where nothing is inconclusive.
+    """What to type so that inconclusive methods get more seeds; empty where
+    nothing is inconclusive.
 
     Args:
         table: the runs of a study, judged.
@@ -201,7 +202,8 @@ def shared_text(names: Sequence[str]) -> tuple[str, str]:
 
 
 def shorten(table: ResultTable) -> tuple[ResultTable, str]:
-    """The table with names without what all its methods share, and a sentence that says what that is.
+    """The table with names without what all its methods share, and a
+    sentence that says what that is.
 
     Args:
         table: the runs of a study, judged.

@@ -1,4 +1,5 @@
-"""The three answers on top of a report, in words: which method, at what cost, and how far to trust it."""
+"""The three answers on top of a report, in words: which method, at what cost,
+and how far to trust it."""
 
 from __future__ import annotations
 
@@ -74,8 +75,9 @@ def answered(advice: Advice) -> list[tuple[str, str]]:
 
 
 def _recommended(better: list[Entry], table: ResultTable) -> Entry | None:
-    """Among methods significantly better than the reference and not significantly worse than the best: the best mean
-    whose step is not more expensive than another's beyond timing noise. See `RULE`."""
+    """Among methods significantly better than the reference and not significantly worse than the
+    best: the best mean whose step is not more expensive than another's beyond
+    timing noise. See `RULE`."""
     if not better:
         return None
     best = better[0]
@@ -91,7 +93,8 @@ def _recommended(better: list[Entry], table: ResultTable) -> Entry | None:
 
 
 def dearer(entry: Entry, other: Entry) -> bool:
-    """Whether a step takes longer than another method's beyond timing noise: the intervals do not touch.
+    """Whether a step takes longer than another method's beyond timing noise:
+    the intervals do not touch.
 
     Args:
         entry: the results of one configuration.
@@ -104,8 +107,10 @@ def dearer(entry: Entry, other: Entry) -> bool:
 NEGLIGIBLE = 0.03
 """A step that takes this much longer decides nothing."""
 RULE = (
-    "The rule: of the methods that are significantly better than {baseline} and not significantly worse than the best "
-    "of them, the one with the best mean; a more expensive one is passed over only if the intervals of the step times "
+    "The rule: of the methods that are significantly better than {baseline} "
+    "and not significantly worse than the best "
+    "of them, the one with the best mean; a more expensive one is passed over "
+    "only if the intervals of the step times "
     "do not overlap."
 )
 
@@ -126,7 +131,8 @@ def _which(
     told_elsewhere = [f"Better than {name}: {listed(elsewhere)}."] if elsewhere else []
     if pick is not None:
         details = [
-            f"{_gain(pick, table)} against {reference.name}, over {plural(shared_seeds(pick), 'shared seed')}."
+            f"{_gain(pick, table)} against {reference.name}, over "
+            f"{plural(shared_seeds(pick), 'shared seed')}."
         ]
         details[0] += _selected(pick, table)
         if pick.comparison and pick.comparison.caution:
@@ -171,12 +177,14 @@ def _gain(entry: Entry, table: ResultTable) -> str:
 
 
 def _selected(entry: Entry, table: ResultTable) -> str:
-    """How much of a difference is left without the optimism of picking what is significant (winner's curse)."""
+    """How much of a difference is left without the optimism of picking what is significant
+    (winner's curse)."""
     shrunk, digits = entry.comparison.shrunk if entry.comparison else math.nan, table.metric.digits
     if math.isnan(shrunk):
         return ""
     return (
-        f" A difference that was picked because it is significant is optimistic: {shrunk:+.{digits}f}"
+        " A difference that was picked because it is "
+        f"significant is optimistic: {shrunk:+.{digits}f}"
         f"{table.metric.points} is its median-unbiased estimate."
     )
 
@@ -296,8 +304,10 @@ def small_model_note(table: ResultTable) -> str:
     if not step or step > SMALL_STEP:
         return ""
     return (
-        f"A step of this small model takes {1000 * step:.0f} ms, most of it spent outside the arithmetic, so a few "
-        "extra operations weigh much here and little in a model of usual size: see docs/costs.md or run dampen bench."
+        f"A step of this small model takes {1000 * step:.0f} ms, most of "
+        "it spent outside the arithmetic, so a few "
+        "extra operations weigh much here and little in a model of usual "
+        "size: see docs/costs.md or run dampen bench."
     )
 
 
@@ -331,8 +341,8 @@ def shared_seeds(entry: Entry) -> int:
 
 
 def trust(table: ResultTable) -> Answer:
-    """What the table could have shown, and every reason against it. Failed rows say so themselves and count here only
-    where runs are missing from means.
+    """What the table could have shown, and every reason against it. Failed rows say so themselves
+    and count here only where runs are missing from means.
 
     Args:
         table: the runs of a study, judged.
@@ -364,7 +374,8 @@ def trust(table: ResultTable) -> Answer:
 
 
 def smallest_difference(table: ResultTable) -> float:
-    """The difference that the middle row of this table shows with power 0.8; NaN where nothing was tested.
+    """The difference that the middle row of this table shows with power 0.8; NaN
+    where nothing was tested.
 
     Args:
         table: the runs of a study, judged.
@@ -392,7 +403,8 @@ def _basis(table: ResultTable, tested: list[Entry]) -> list[str]:
     test = KINDS["sequential" if table.study.test == "sequential" else "fixed"]
     told = (
         [
-            f"{test[0].upper()}{test[1:]}, corrected for {plural(len(table.compared()), 'comparison')} by Holm."
+            f"{test[0].upper()}{test[1:]}, corrected for "
+            f"{plural(len(table.compared()), 'comparison')} by Holm."
         ]
         if tested
         else []
@@ -423,7 +435,8 @@ def tuned(table: ResultTable) -> str:
 
 
 def _tuned_equally(table: ResultTable, seeds: str) -> str:
-    """What was tried of every row, which choices lie at the end of a range, and where settings tie on validation."""
+    """What was tried of every row, which choices lie at the end of a range, and where settings tie
+    on validation."""
     search, names = table.study.search, [row.name for row in table.study.configs]
     rows = {name: search["rows"][name] for name in names if name in search["rows"]}
     further = sum(bool(row.get("extended")) for row in rows.values())
@@ -434,10 +447,12 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
     if second := search.get("strength_settings"):
         several += f" ({second} of them of the strength alone, or of a method without one close to its best)"
     told = [
-        f"Settings were tuned: {several} of every method, the baseline too, selected by the mean on validation{seeds}."
+        f"Settings were tuned: {several} of every method, the baseline too, "
+        f"selected by the mean on validation{seeds}."
     ]
     told += [
-        f"{plural(further, 'method')} had the best setting at the end of a range, which was then extended once."
+        f"{plural(further, 'method')} had the best setting at the end "
+        "of a range, which was then extended once."
     ] * bool(further)
     told += [f"Still at the end of a range: {listed(edge)}."] * bool(edge)
     told += [f"Best settings tie on validation, the middle one was taken: {listed(tied)}."] * bool(
@@ -446,7 +461,8 @@ def _tuned_equally(table: ResultTable, seeds: str) -> str:
     told += [f"Nothing to tune: {listed(fixed)}."] * bool(fixed)
     if "test" in _redrawn(table.study.runs()):
         told.append(
-            "The test set is drawn anew for each seed, so it holds examples on which settings were selected, "
+            "The test set is drawn anew for each seed, so it holds "
+            "examples on which settings were selected, "
             "the same for every method."
         )
     return " ".join(told)
@@ -486,8 +502,8 @@ SAME_TEST = "the test set is the same in every run"
 
 
 def _redrawn(runs: list[LoggedRun]) -> list[str]:
-    """Which splits each seed drew anew: those that the study draws itself, unless a number fixed them. Records of
-    format 1 kept a test split that was drawn."""
+    """Which splits each seed drew anew: those that the study draws itself, unless a number fixed
+    them. Records of format 1 kept a test split that was drawn."""
     if not runs:
         return []
     data = runs[0].config.get("data", {})
@@ -501,7 +517,8 @@ def _redrawn(runs: list[LoggedRun]) -> list[str]:
 
 
 def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
-    """What differs between seeds, in words; ends with `SAME_TEST` where all are tested on the same examples."""
+    """What differs between seeds, in words; ends with `SAME_TEST` where all are tested
+    on the same examples."""
     if not configs:
         return ""
     if any(config.get("function") for config in configs):
@@ -509,29 +526,34 @@ def _varied(configs: list[dict[str, Any]], redrawn: list[str]) -> str:
     data = configs[0].get("data", {})
     if data.get("folds"):
         return (
-            f"Seeds vary initial weights, order of batches and the {data['folds']} folds: every example is tested once "
+            "Seeds vary initial weights, order of batches and the "
+            f"{data['folds']} folds: every example is tested once "
             "per seed, so intervals cover the draw of the splits too"
         )
     if redrawn == ["valid"]:
         return (
-            "Seeds vary initial weights, order of batches and the split into training and validation, which is drawn "
+            "Seeds vary initial weights, order of batches and the split into "
+            "training and validation, which is drawn "
             f"anew for each; {SAME_TEST}"
         )
     if redrawn:
         return (
-            "Seeds vary initial weights, order of batches and the split into training, validation and test, which is "
+            "Seeds vary initial weights, order of batches and the split into "
+            "training, validation and test, which is "
             "drawn anew for each, so that intervals cover the draw of the test set too"
         )
     if data.get("split_seed") == "seed":
         return f"Seeds vary initial weights and order of batches; training and validation are given, and {SAME_TEST}"
     return (
-        "Seeds vary initial weights and order of batches; every run trains on the same split (data.split_seed=seed "
+        "Seeds vary initial weights and order of batches; every run trains "
+        "on the same split (data.split_seed=seed "
         f"would draw it anew for each seed), and {SAME_TEST}"
     )
 
 
 def _test_set(table: ResultTable) -> str:
-    """The standard error that the size of the test set alone leaves, where the metric is a share of its examples."""
+    """The standard error that the size of the test set alone leaves, where the metric is a share of
+    its examples."""
     finals = [r.final for r in table.study.runs() if r.final and r.status == "finished"]
     counts = {f.data.get("examples", {}).get("test") for f in finals} - {None}
     reference, metric = table.main_reference, table.metric
@@ -540,7 +562,8 @@ def _test_set(table: ResultTable) -> str:
     (count,), share = counts, reference.summary.mean / metric.scale
     error = metric.scale * math.sqrt(max(0.0, share * (1 - share)) / count)
     return (
-        f": its {count:,} examples alone leave a standard error of {error:.2f}{metric.points} on any {metric.label}, "
+        f": its {count:,} examples alone leave a standard error of "
+        f"{error:.2f}{metric.points} on any {metric.label}, "
         "which no number of seeds removes (all methods share it, so differences suffer less)"
     )
 
@@ -595,7 +618,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def counted(entry: Entry, table: ResultTable) -> str:
-    """Values of a row and how many were planned; the folds of a round of cross-validation make one value.
+    """Values of a row and how many were planned; the folds of a round of
+    cross-validation make one value.
 
     Args:
         entry: the results of one configuration.

@@ -37,7 +37,8 @@ def escape(text: str) -> str:
 def results_table(found: ResultTable, verdicts: bool = True, width: int = 0) -> Table:
     """The table: ours with spread and number, cost, the published figure, the verdict.
 
-    Without verdicts, while runs are still coming in, a line per row with the difference so far, called provisional.
+    Without verdicts, while runs are still coming in, a line per row with the difference so far,
+    called provisional.
 
     Args:
         found: what was read.
@@ -98,7 +99,8 @@ def results_table(found: ResultTable, verdicts: bool = True, width: int = 0) -> 
 
 
 NARROW, MEDIUM = 100, 70
-"""Columns below which a terminal has no room for settings, and none for names that break at words only."""
+"""Columns below which a terminal has no room for settings, and none for names
+that break at words only."""
 UNBROKEN = 30
 """Letters of a row's name that a narrow terminal does not break."""
 LONGEST = 160
@@ -161,7 +163,8 @@ EVERY = 60.0
 
 
 def console_for(stderr: bool = False) -> Console:
-    """Where tables and progress go. A file or a pipe has no width of its own, and 80 letters break every name.
+    """Where tables and progress go. A file or a pipe has no width of its own, and 80
+    letters break every name.
 
     Args:
         stderr: print to standard error.
@@ -173,8 +176,9 @@ def console_for(stderr: bool = False) -> Console:
 
 
 class LiveView:
-    """Shows a run in progress: a bar over all trials, a line per running trial with its loss terms and ETA, and
-    the table so far. Without a terminal it prints one line per finished trial, and one per minute, instead.
+    """Shows a run in progress: a bar over all trials, a line per running trial with its loss terms
+    and ETA, and the table so far. Without a terminal it prints one line per finished trial, and one
+    per minute, instead.
 
     `table`, if given, makes the table anew after each trial.
     """
@@ -255,12 +259,14 @@ class LiveView:
             self._outcome(trial, event)
 
     def _keep_talking(self) -> None:
-        """A training that reports nothing, or a step that takes minutes, must not look like one that hangs."""
+        """A training that reports nothing, or a step that takes minutes, must not
+        look like one that hangs."""
         while not self.ended.wait(EVERY / 4):
             self._minute()
 
     def _minute(self) -> None:
-        """Without a terminal, a line per minute: runs done, what the running ones are at, time left."""
+        """Without a terminal, a line per minute: runs done, what the running
+        ones are at, time left."""
         with self.lock:
             if self.console.is_terminal or time.monotonic() - self.said_at < EVERY:
                 return
@@ -282,7 +288,8 @@ class LiveView:
             self.live.update(self._content())
         if not self.console.is_terminal or event.status != "finished":
             self._say(
-                f"[{self.pace.done}/{self.pace.total}] {self.labels[trial]}: {event.status} {self._reason(event)}".rstrip()
+                f"[{self.pace.done}/{self.pace.total}] "
+                f"{self.labels[trial]}: {event.status} {self._reason(event)}".rstrip()
             )
 
     def _say(self, line: str, style: str | None = None) -> None:
@@ -293,7 +300,8 @@ class LiveView:
 
 @dataclass
 class Pace:
-    """Takes the events of a run. `labels` are its trials, for people; `done` of them were recorded before it began."""
+    """Takes the events of a run. `labels` are its trials, for people; `done` of them were recorded
+    before it began."""
 
     labels: dict[str, str]
     done: int = 0

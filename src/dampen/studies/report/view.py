@@ -1,4 +1,5 @@
-"""What the page shows of a table, cell by cell, as plain data for the template; and what a reader can choose there."""
+"""What the page shows of a table, cell by cell, as plain data for the template; and what a reader
+can choose there."""
 
 from __future__ import annotations
 
@@ -299,7 +300,8 @@ def _row(
 
 
 def _verdict_cell(entry: Entry, table: ResultTable) -> dict[str, Any]:
-    """The verdict as a chip, with what belongs to it below: the margin, the seeds it needs, the reason of a failure."""
+    """The verdict as a chip, with what belongs to it below: the margin, the seeds it needs, the
+    reason of a failure."""
     c = entry.comparison
     if entry.verdict in ("reference", "", "no run yet") or (
         c is None and entry.verdict != "failed"
@@ -582,7 +584,8 @@ MOST_PAIRED = 400
 
 
 def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
-    """The rows that charts can draw, best first, and those that they draw at first: the reference and the best.
+    """The rows that charts can draw, best first, and those that they draw at first:
+    the reference and the best.
 
     Args:
         table: the runs of a study, judged.
@@ -602,7 +605,8 @@ def chosen_rows(table: ResultTable, pick: str | None) -> dict[str, Any]:
 
 
 def pairs_view(table: ResultTable) -> dict[str, Any]:
-    """Every metric of every row by seed, and what the row is, so that two can be compared in the page.
+    """Every metric of every row by seed, and what the row is, so that two can
+    be compared in the page.
 
     Args:
         table: the runs of a study, judged.

@@ -1,4 +1,5 @@
-"""The model of a run: built-in, timm's, a saved one of Hugging Face, a user's function, or a pretrained one."""
+"""The model of a run: built-in, timm's, a saved one of Hugging Face, a user's function, or a
+pretrained one."""
 
 from __future__ import annotations
 

@@ -34,10 +34,11 @@ WAIT = 1.0
 
 
 class UserLog:
-    """Collects what the function logs; makes a line per step, validation, epoch, or `PENDING` calls.
+    """Collects what the function logs; makes a line per step, validation,
+    epoch, or `PENDING` calls.
 
-    Lines wait in memory for up to `WAIT` seconds; `write` puts them on disk, as every checkpoint and the end of a run
-    does.
+    Lines wait in memory for up to `WAIT` seconds; `write` puts them on disk, as every checkpoint
+    and the end of a run does.
     """
 
     def __init__(self, record: RunStore):
@@ -127,7 +128,8 @@ class UserLog:
             dict(state["known"]),
             list(state.get("pending", [])),
         )  # checkpoints before 0.2
-        # The log may have been thinned since the checkpoint: then what came after it is known by its step.
+        # The log may have been thinned since the checkpoint: then what came after
+        # it is known by its step.
         kept = [
             line for line in self.record.lines()[: self.lines] if line.get("step", 0) <= self.steps
         ]
