@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dampen.regularizer import Regularizer
 
 
-# --- what a stage is given ----------------------------------------------------------------------
+# --- what a stage is given
 
 
 @dataclass(frozen=True)
@@ -370,8 +370,7 @@ def _fused_rows(call: Call, whole: LinearCall, fused: str) -> dict[str, int]:
     return {"q": queries, "k": keys, "v": keys}
 
 
-# --- the penalties that it
-# leaves ---------------------------------------------------------------------
+# --- the penalties that it leaves
 
 MAIN_THREAD = threading.main_thread().ident
 

@@ -105,3 +105,23 @@ def test_every_attention_of_x_transformers_has_its_own_depth():
     reg = dampen.regularize(Encoder(dim=32, depth=6, heads=2), DropKey(dampen.linear(0.3, 0.0)))
     rates = [float(layer.clones[0].rate) for layer in reg.layers]
     assert rates == pytest.approx([0.3, 0.24, 0.18, 0.12, 0.06, 0.0])
+
+
+def test_a_mask_of_scores_is_no_residual_branch():
+    """torchvision's Swin makes the mask of its shifted windows by `x.new_zeros` and adds it to the scores: DropPath
+    once dropped the scores of whole samples there."""
+    model = torchvision.models.swin_transformer.SwinTransformer(
+        [4, 4], 24, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.0, num_classes=5
+    )
+    shapes = []
+
+    class Watched(dampen.DropPath):
+        def branch(self, b, call):
+            shapes.append(b.shape)
+            return super().branch(b, call)
+
+    reg = dampen.regularize(model, Watched(0.5))
+    for _ in range(2):  # followed, then compared with the first
+        shapes.clear()
+        reg.loss(lambda: model(torch.randn(2, 3, 64, 64)), lambda out: out.square().mean())
+        assert [len(shape) for shape in shapes] == [4] * 8  # (B, h, w, C) twice in each of 4 blocks

@@ -414,7 +414,7 @@ def check_tokens(
                 )
 
 
-# --- its linear layers ----------------------------------------------------------------------------
+# --- its linear layers
 
 
 def linear_forward(base: Callable[..., Any]) -> Callable[..., Any]:

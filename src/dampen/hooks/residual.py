@@ -359,6 +359,22 @@ _LOOKS = {
 }
 
 
+# These take the shape of a tensor and nothing of what is in it: a mask made by `x.new_zeros` is not
+# the stream, and scores + mask is no residual addition (torchvision's Swin).
+_BLANK = {
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+}
+
+
 def call_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function as a mode received it."""
     if (
@@ -485,8 +501,7 @@ class ResidualSocket(TorchFunctionMode):
         if self.memory is None:
             self._note(func, args, {}, out)
 
-    # --- a forward that is
-    # followed -----------------------------------------------------------------------------------
+    # --- a forward that is followed
 
     def _find(self, args: tuple[Any, ...]) -> Found | None:
         """What the sum of two tensors is, where it is one of the stream and a branch."""
@@ -533,6 +548,8 @@ class ResidualSocket(TorchFunctionMode):
         """Where the result of a call came from."""
         read, labels = [], CLEAN
         name = getattr(func, "__name__", "")
+        if name in _BLANK:
+            return
         out = (
             args[0] if name == "__setitem__" else out
         )  # experts that write their tokens into one tensor
@@ -550,8 +567,7 @@ class ResidualSocket(TorchFunctionMode):
                 labels = self._label(whole)
             self.origins.put(out, labels, name, read)
 
-    # --- a forward like the last
-    # one ----------------------------------------------------------------------------------
+    # --- a forward like the last one
 
     def _made(self, number: int) -> Any:
         """What the call with this number gave; the block's inputs are counted from -1 downwards."""
