@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dampen.studies import Entry, ResultTable
-from dampen.studies.advice import FILE, SCHEMA
-from dampen.studies.methods_text import methods_as_text
+from dampen.studies import Entry, ResultTable, methods_as_text
 from reproductions.pages import answers
 from reproductions.pages.design import overfits
 from reproductions.pages.planned import result
@@ -22,7 +20,7 @@ from reproductions.pages.publish import committed_report, publish
 from reproductions.pages.which_method import PANELS
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "src" / "dampen" / "studies" / FILE
+TABLE = ROOT / "src" / "dampen" / "studies" / "advice.json"
 WORDS = {
     "small_data/digits_strength": "337 images of digits, the strength alone tuned",
     "language/epochs_1": "180,000 characters in one epoch, GPT of 3 layers",
@@ -95,7 +93,7 @@ def _without_numbers(spec: dict[str, Any]) -> str:
 def content() -> str:
     """The table as JSON. Experiments that have not run are left out."""
     rows = [study(name, *told) for name, told in PANELS.items() if result(name).is_file()]
-    return json.dumps({"schema": SCHEMA, "studies": rows}, indent=1) + "\n"
+    return json.dumps({"schema": 1, "studies": rows}, indent=1) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import torch
 
 import dampen
 from dampen.checking import masked
-from dampen.checking.subjects import with_companion, with_example
+from dampen.checking.subjects import adapted, with_companion, with_example
 from dampen.registry import methods
 from dampen.regularizer import UnsupportedModel
 
@@ -57,7 +57,7 @@ SUBJECTS = {
 @pytest.mark.filterwarnings("error")
 def test_a_batch_without_samples(name, subject):
     model, inputs = SUBJECTS[subject]()
-    model.train()
+    adapted(model, methods()[name]).train()
     try:
         reg = dampen.regularize(model, with_companion([with_example(methods()[name])()]))
     except UnsupportedModel:
@@ -79,7 +79,7 @@ def test_full_batches_after_an_empty_one_are_what_they_were(name):
     found = []
     for empty in (False, True):
         model, inputs = images()
-        model.train()
+        adapted(model, methods()[name]).train()
         reg = dampen.regularize(
             model, with_companion([with_example(methods()[name])()]), strict=False
         )

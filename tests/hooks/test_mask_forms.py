@@ -274,8 +274,10 @@ def test_a_mask_is_read_once_for_all_layers(path, monkeypatch):
     mask = mask.expand(3, masked.HEADS, 7, 7).contiguous()  # as nn.MultiheadAttention takes it
     for forward in range(3):
         model(masked.ids(), mask)
-        # nn.MultiheadAttention's mask is folded anew by each block of this model, without a copy
-        assert len(reads) == forward + 1
+        # nn.MultiheadAttention's mask is folded anew by each block of this model, without a copy;
+        # eager attention compares a small mask with that of the forward before
+        assert len(reads) == (min(forward, 1) if path == "eager" else forward) + 1
+    before = len(reads)
     mask[..., 0] += 0.5
     model(masked.ids(), mask)
-    assert len(reads) == 4
+    assert len(reads) == before + 1

@@ -24,7 +24,7 @@ def operands(keys=N, heads=H):
 def fixed(monkeypatch, fraction):
     """Let the draw from U(0, 1) be `fraction`."""
     monkeypatch.setattr(
-        torch, "rand", lambda shape=(), device=None: torch.full(tuple(shape), fraction)
+        torch, "rand", lambda shape=(), dtype=None, device=None: torch.full(tuple(shape), fraction)
     )
 
 

@@ -118,7 +118,9 @@ def add_adapters(model: nn.Module) -> None:
     for plan in find_layers(model, whole_stacks=True):
         for name, linear in plan.linears.items():
             owner, _, leaf = name.rpartition(".")
-            if isinstance(linear.module, nn.Linear):
+            # torch's attention reads the weight of its output layer and calls no module there
+            inside = isinstance(model.get_submodule(owner), nn.MultiheadAttention)
+            if isinstance(linear.module, nn.Linear) and not inside:
                 setattr(model.get_submodule(owner), leaf, LowRankLinear(linear.module))
 
 

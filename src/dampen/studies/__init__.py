@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dampen.studies.errors import LabError as LabError
     from dampen.studies.files import checksum as checksum
     from dampen.studies.files import write_json as write_json
+    from dampen.studies.methods_text import methods_as_text as methods_as_text
     from dampen.studies.metric import Metric as Metric
     from dampen.studies.metric import describe as describe_metric
     from dampen.studies.pairing import PAPER_SEEDS as PAPER_SEEDS
@@ -85,6 +86,7 @@ _HOMES = {
     "errors": "LabError",
     "files": "checksum write_json",
     "environment": "describe_machine=describe",
+    "methods_text": "methods_as_text",
     "metric": "Metric describe_metric=describe",
     "pairing": "PAPER_SEEDS effect_agreement",
     "store": "RunStore",
@@ -140,6 +142,7 @@ __all__ = [
     "load_recipe",
     "make_comparison",
     "make_report",
+    "methods_as_text",
     "packed_bytes",
     "packed_text",
     "paired_differences",

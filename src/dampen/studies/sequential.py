@@ -200,8 +200,8 @@ def race_plan(
         None
     ),
 ) -> Race:
-    """Race the rows of a plan; `run` trains trials of it, which then are recorded in `folder`, and
-    says whether to go on. The plan grows by the requested seeds, and says that its test is the
+    """Race the rows of a plan; `run` trains trials of it, which are then logged in `folder`, and
+    returns whether to continue. The plan grows by the requested seeds, and says that its test is the
     sequential one.
 
     Args:

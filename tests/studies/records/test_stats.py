@@ -296,7 +296,7 @@ def test_against_the_paper_says_why_not():
     ours = stats.summarize([80.0, 92.0, 86.0])
     wide = against_paper(ours, Published(86.0, 0.4, 5))
     assert wide.word == "not comparable"
-    assert "too wide" in wide.reason
+    assert "standard deviation is too large" in wide.reason
     few = against_paper(stats.summarize([86.0]), Published(86.0, 0.4, 5))
     assert few.word == "not comparable"
     assert "too few runs here: 1" in few.reason
