@@ -221,8 +221,12 @@ def feed_forward_roles(maps: Mapping[str, nn.Module], by_shape: bool = True) -> 
         and len(rest) > 1
     ):
         shapes = {name: tuple(weight_of(maps[name]).shape) for name in rest}
+        # in pairs: another one beside it leads back from where it leads
+        places = {(name.rpartition(".")[0], shape) for name, shape in shapes.items()}
         pairs = {
-            a for a in rest if any(_is_partner(a, b, maps) for b in rest if shapes[a] != shapes[b])
+            name
+            for name, shape in shapes.items()
+            if shape != shape[::-1] and (name.rpartition(".")[0], shape[::-1]) in places
         }
         if pairs and rest[0] not in pairs and not _is_beside_any(rest[0], pairs, maps):
             # what joins two streams is in no pair (U-ViT)
