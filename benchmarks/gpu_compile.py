@@ -47,6 +47,7 @@ def variants(full: bool) -> list[tuple[str, str, int, str]]:
     sizes = ((64, "fp16"), (32, "bf16"), (128, "bf16"), (64, "fp32"))
     more = [(k, form, 64, "bf16") for k in KERNELS for form in FORMS]
     more += [(k, "hide keys", size, dtype) for size, dtype in sizes for k in KERNELS]
+    more.append(("attend", "mask, bias", 32, "bf16"))
     return list(dict.fromkeys([*few, *more]))
 
 

@@ -127,14 +127,14 @@ def tile_of(
     large, warpgroups = padded(size) > 64, generation in WARPGROUPS
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if large or kernel == "to_keys" else Tile(64, 32, 4, 1)
+    plain = not biased and masked != BY_QUERY
     if kernel == "attend" and padded(size) <= 32:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 2) if plain and not guard else Tile(64, 32, 4, 1)
     if generation == CONSUMER_BLACKWELL and not large:
         if kernel == "attend" and guard and biased and masked == BY_QUERY:
             return Tile(32, 64, 4, 2)
         if kernel == "to_keys" and draws in (DROP_WEIGHTS, HIDE_TOP):
             return Tile(64, 32, 8, 1)
-    plain = not biased and masked != BY_QUERY
     if kernel == "attend" and guard and plain and warpgroups and not large:
         return Tile(128, 32, 8, 2)
     heavy = guard or not plain or draws in (DROP_WEIGHTS, HIDE_TOP)
