@@ -36,7 +36,6 @@ FORMS = {
     "bits": {"MASKED": 3},
 }
 TYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
-WARPGROUPS = ("sm_90", "sm_100")
 WITHIN = 0.10
 
 
@@ -48,6 +47,7 @@ def variants(full: bool) -> list[tuple[str, str, int, str]]:
     sizes = ((64, "fp16"), (32, "bf16"), (128, "bf16"), (64, "fp32"))
     more = [(k, form, 64, "bf16") for k in KERNELS for form in FORMS]
     more += [(k, "hide keys", size, dtype) for size, dtype in sizes for k in KERNELS]
+    more.append(("attend", "mask, bias", 32, "bf16"))
     return list(dict.fromkeys([*few, *more]))
 
 
@@ -68,11 +68,18 @@ def compile_one(target: str, kernel: str, form: str, size: int, dtype: str) -> d
     from dampen.kernels.triton import device
     from dampen.kernels.triton.tiles import padded, tile_of
 
-    kind = {"DRAWS": 0, "GUARD": False, "MASKED": 0, "BIASED": False, "CAUSAL": False}
+    kind: dict[str, Any] = {
+        "DRAWS": 0,
+        "GUARD": False,
+        "MASKED": 0,
+        "BIASED": False,
+        "CAUSAL": False,
+    }
     kind |= FORMS[form]
     draws, guard, masked, biased, _ = kind.values()
-    chosen = (TYPES[dtype], target in WARPGROUPS, draws, guard, masked, biased)
-    tile = tile_of(kernel, size, *chosen)
+    cuda = target.startswith("sm_")
+    generation = int(target[3:]) // 10 if cuda else 0
+    tile = tile_of(kernel, size, TYPES[dtype], generation, draws, guard, masked, biased)
     constants = {
         **kind, "PRECISION": "tf32" if dtype == "fp32" else "ieee", "D": size, "BD": padded(size),
         "BM": tile.queries, "BN": tile.keys,
@@ -93,7 +100,6 @@ def compile_one(target: str, kernel: str, form: str, size: int, dtype: str) -> d
             # strides of tokens, heads and samples are multiples of the head size
             if re.fullmatch("[qkv]_[bhn]", name):
                 divisible[(i,)] = [["tt.divisibility", 16]]
-    cuda = target.startswith("sm_")
     card = GPUTarget("cuda", int(target[3:]), 32) if cuda else GPUTarget("hip", target, 64)
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -86,10 +86,11 @@ def _on(t: Tensor) -> Any:
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
-def _has_warpgroups(t: Tensor) -> bool:
+def _generation(t: Tensor) -> int:
+    """The first number of the compute capability; 0 where there is none."""
     if not t.is_cuda or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(t.device)[0] in (9, 10)
+        return 0
+    return torch.cuda.get_device_capability(t.device)[0]
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def _constants(
     if keep is not None and keep.dtype is torch.int32:
         masked = BY_BITS
     tile = tile_of(
-        kernel, size, q.element_size(), _has_warpgroups(q), draws, guard, masked, bias is not None
+        kernel, size, q.element_size(), _generation(q), draws, guard, masked, bias is not None
     )
     exact = not (q.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     return {

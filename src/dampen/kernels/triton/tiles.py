@@ -96,13 +96,17 @@ _HEAVY = {
     ("to_keys", False, False): Tile(32, 32, 4, 1),
     ("to_keys", False, True): Tile(64, 32, 4, 1),
 }
+WARPGROUPS = (9, 10)
+"""Generations that multiply with whole warpgroups and keep sums out of the registers."""
+CONSUMER_BLACKWELL = 12
+"""The generation of sm_120, where other tiles spill than on the cards before it."""
 
 
 def tile_of(
     kernel: str,
     size: int,
     itemsize: int,
-    warpgroups: bool,
+    generation: int,
     draws: int,
     guard: bool,
     masked: int,
@@ -114,19 +118,23 @@ def tile_of(
         kernel: attend, to_queries or to_keys.
         size: channels of a head.
         itemsize: bytes of a number.
-        warpgroups: the card multiplies with whole warpgroups and keeps sums out of the registers
-            (compute capability 9 and 10).
+        generation: the first number of the compute capability; 0 where there is none.
         draws: what is drawn.
         guard: a query that loses all its keys gets one back.
         masked: how keys are hidden from outside.
         biased: something is added to the scores.
     """
-    large = padded(size) > 64
+    large, warpgroups = padded(size) > 64, generation in WARPGROUPS
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if large or kernel == "to_keys" else Tile(64, 32, 4, 1)
-    if kernel == "attend" and padded(size) <= 32:
-        return Tile(64, 64, 4, 2)
     plain = not biased and masked != BY_QUERY
+    if kernel == "attend" and padded(size) <= 32:
+        return Tile(64, 64, 4, 2) if plain and not guard else Tile(64, 32, 4, 1)
+    if generation == CONSUMER_BLACKWELL and not large:
+        if kernel == "attend" and guard and biased and masked == BY_QUERY:
+            return Tile(32, 64, 4, 2)
+        if kernel == "to_keys" and draws in (DROP_WEIGHTS, HIDE_TOP):
+            return Tile(64, 32, 8, 1)
     if kernel == "attend" and guard and plain and warpgroups and not large:
         return Tile(128, 32, 8, 2)
     heavy = guard or not plain or draws in (DROP_WEIGHTS, HIDE_TOP)

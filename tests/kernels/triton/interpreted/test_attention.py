@@ -16,6 +16,7 @@ from dampen.kernels.triton.tiles import (
     NOTHING,
     Form,
     Tile,
+    tile_of,
 )
 from dampen.kernels.triton.trial import errors, verdict
 from tests.full import FULL
@@ -136,6 +137,27 @@ HALVES += [Form(torch.float16, 32, DROP_WEIGHTS, masked=BY_KEY)]
 def test_errors_in_16_bits_are_those_of_torch(form, monkeypatch):
     """As the trial on a user's card has it, on fewer tokens."""
     monkeypatch.setattr("dampen.kernels.triton.trial.TOKENS", 200 if FULL else 40)
+    assert verdict(torch.device("cpu"), form) == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(torch.bfloat16, 64, HIDE_KEYS, masked=BY_QUERY, biased=True),
+        Form(torch.float16, 64, DROP_WEIGHTS),
+        Form(torch.bfloat16, 64, HIDE_TOP),
+    ],
+    ids=str,
+)
+def test_consumer_blackwell_has_tiles_of_its_own(form, monkeypatch):
+    """Generation 12 computes and draws the same with tiles that no other card has."""
+    rest = (form.draws, form.guards[0], form.masked, form.biased)
+    assert any(
+        tile_of(kernel, form.size, 2, 12, *rest) != tile_of(kernel, form.size, 2, 8, *rest)
+        for kernel in ("attend", "to_keys")
+    )
+    monkeypatch.setattr("dampen.kernels.triton.ops._generation", lambda t: 12)
+    monkeypatch.setattr("dampen.kernels.triton.trial.TOKENS", 200 if FULL else 70)
     assert verdict(torch.device("cpu"), form) == ""
 
 
