@@ -170,4 +170,5 @@ def _short(why: str) -> str:
     """The first sentence of a reason, without the error's class."""
     text = why.split(": ", 1)[1] if why.split(":", 1)[0].endswith(("Error", "Model")) else why
     text = text.split(". ")[0].replace("|", "/").replace("<", "&lt;")
-    return text if len(text) <= 160 else text[:157] + "..."
+    text = text if len(text) <= 160 else text[:157] + "..."
+    return text.replace("_", "\\_")  # or `__getitem__` becomes bold

@@ -100,21 +100,27 @@ def test_an_error_of_many_runs_is_printed_once(capsys, script):
     assert code == 1
     assert len(re.findall(r"bad seed \d", out)) == 2  # while it runs, and at the end
     assert out.count("(same reason as above)") == 3
-    assert "(x 4)" in out
+    assert "4 of 4 seeds failed (0, 1, 2, 3)" in " ".join(out.split())
     assert "Report:" in out  # of the baseline, which ran
 
 
-def test_each_message_once_with_its_count(tmp_path):
-    plan = write_study(tmp_path)
+def test_each_message_once_with_every_failed_seed_of_each_method(tmp_path):
+    plan = write_study(tmp_path, seeds=8)
     from dampen.studies.engines import Outcome
     from dampen.studies.engines.runner import ComparisonResult
 
-    told = {id: Outcome("failed", None, f"{i} is no number") for i, id in enumerate(plan.runs)}
-    lines = what_went_wrong(
-        ComparisonResult(plan, tmp_path, told, make_report([tmp_path]).tables[0])
-    )
-    assert len(lines) == 1
-    assert lines[0].endswith(f"0 is no number (x {len(plan.runs)})")
+    told = {id: Outcome("finished", None, "") for id in plan.runs}
+    labels = {label: id for id, label in plan.labels(plan.runs.values()).items()}
+    for seed in (0, 1, 2, 4, 5, 7):
+        told[labels[f"Blur seed {seed}"]] = Outcome("failed", None, f"{seed} is no number")
+    told[labels["R-Drop seed 3"]] = Outcome("failed", None, "9 is no number")
+    told[labels["R-Drop seed 6"]] = Outcome("diverged", None, "the loss is NaN")
+    table = make_report([tmp_path]).tables[0]
+    assert sorted(what_went_wrong(ComparisonResult(plan, tmp_path, told, table))) == [
+        "R-Drop: 1 of 8 seeds failed (3); Blur: 6 of 8 seeds failed (0, 1, 2, 4, 5, 7): "
+        "9 is no number",
+        "R-Drop: 1 of 8 seeds failed (6): the loss is NaN",
+    ]
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])

@@ -16,7 +16,10 @@ def test_a_model_counts_once() -> None:
         "good": {"verdict": "works", "methods": {"DropKey": "works", "DropHead": "not applicable"}},
         "part": {
             "verdict": "refused",
-            "methods": {"DropKey": "works", "DropHead": ["refused", "ValueError: one head. x"]},
+            "methods": {
+                "DropKey": "works",
+                "DropHead": ["refused", "ValueError: one head in '__getitem__'. x"],
+            },
         },
         "bad": {
             "verdict": "WRONG",
@@ -37,7 +40,7 @@ def test_a_model_counts_once() -> None:
     cases = {name: {**case, "code": f"abc-{9 + (name == 'good')}"} for name, case in cases.items()}
     text = page({"versions": {"lib": "1.2"}, "libraries": {"lib": cases}, "code": "abc-10"})
     assert "| lib 1.2 | 6 | 5 (1 without softmax attention) | 2 | 1 | 1 | 3 of 6 (50.0 %) |" in text
-    assert "| part | DropHead | one head | `abc-9` |" in text
+    assert r"| part | DropHead | one head in '\_\_getitem\_\_' | `abc-9` |" in text  # not bold
     assert "All methods that apply work: good." in text
     assert "an older version of the probe judged: loose." in text
     assert "In 1 of them the method acts, and the probe does not know the value" in text

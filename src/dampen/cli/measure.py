@@ -4,6 +4,7 @@ is installed."""
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,10 @@ def bench(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples per step; default 64, or the size's.")
+        int | None,
+        typer.Option(
+            min=1, help="Examples per step; default 64, 8 in a short time, or the size's."
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, or bfloat16 and float16 by autocast.")
@@ -61,8 +65,8 @@ def bench(
         float | None,
         typer.Option(
             min=0,
-            help="Ends after the round in which this time is over; default 600, or 45 for a model "
-            "of your own.",
+            help="For everything, set-up too; default 600, or 45 for a model of your own. Rows "
+            "that do not fit are named. Under 30: one row per method.",
         ),
     ] = None,
     clock: Annotated[
@@ -87,7 +91,9 @@ def bench(
 ) -> None:
     """Measure a training step with each method against the faster step of the
     baseline, fused or unfused."""
+    started = time.perf_counter()  # set-up counts, and so do imports
     from dampen.studies.bench import Options, bench
+    from dampen.studies.bench.budget import SHORT_BATCH, is_short
     from dampen.studies.bench.run import (
         CHARTS,
         remarks,
@@ -120,6 +126,8 @@ def bench(
         given["methods"] = METHODS
     given |= {"dtype": dtype, "device": device, "rounds": rounds, "long": long}
     given["seconds"] = seconds if seconds is not None else SECONDS if own else 600.0
+    if batch is None and not size and not own and is_short(given["seconds"]):
+        given["batch"] = SHORT_BATCH
     options = Options.preset(size, **given) if size else Options(**given)
     keep_freed_memory()
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -129,6 +137,7 @@ def bench(
             lambda what, done, total: bar.update(
                 task, description=what, completed=done, total=total
             ),
+            started,
         )
     if chart is not None:
         save_chart(record, chart)

@@ -153,28 +153,49 @@ def _write_page(console: Console, run: ComparisonResult) -> Path | None:
 
 
 def what_went_wrong(run: ComparisonResult) -> list[str]:
-    """Each message once, with the runs that it is about. Messages that differ in their
-    numbers are one message.
+    """Each message once, with every failed run that it is about, by method. Messages that differ in
+    their numbers are one message.
 
     Args:
         run: one run.
     """
-    from dampen.studies.report.summary import listed
     from dampen.studies.report.terminal import without_numbers
 
-    labels = run.plan.labels(run.plan.runs.values())
-    messages, who = dict[str, str](), dict[str, list[str]]()
+    messages = dict[str, str]()
     for message in run.messages():
         messages.setdefault(without_numbers(message), message)
-    for id, outcome in run.outcomes.items():
-        if (key := without_numbers(outcome.message)) in messages:
-            who.setdefault(key, []).append(labels.get(id, id))
-    return [
-        (f"{listed(who[key])}: {message}" + f" (x {len(who[key])})" * (len(who[key]) > 1))
-        if key in who
-        else message
-        for key, message in messages.items()
+    failed = {
+        id: without_numbers(outcome.message)
+        for id, outcome in run.outcomes.items()
+        if outcome.status not in ("finished", "interrupted")
+    }
+    lines = []
+    for key, message in messages.items():
+        about = failed_seeds(run.plan, {id for id, said in failed.items() if said == key})
+        lines.append(f"{about}: {message}" if about else message)
+    return lines
+
+
+def failed_seeds(plan: Comparison, failed: set[str]) -> str:
+    """The failed runs in words: "X: 6 of 8 seeds failed (0, 1, 2, 3, 4, 5)".
+
+    Args:
+        plan: the comparison that they belong to.
+        failed: the identities of the runs.
+
+    Returns:
+        Method after method, or an empty text if none is of this comparison.
+    """
+    runs = [
+        (label.rpartition(" seed "), id) for id, label in plan.labels(plan.runs.values()).items()
     ]
+    told = []
+    for name in dict.fromkeys(name for (name, _, _), _ in runs):
+        seeds = [(seed, id in failed) for (label, _, seed), id in runs if label == name]
+        bad = [seed for seed, gone in seeds if gone]
+        if bad:
+            told.append(f"{name}: {len(bad)} of {len(seeds)} seeds failed ({', '.join(bad)})")
+    return "; ".join(told)
 
 
 def resume_command() -> str:

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from dampen.studies.comparison import Comparison, Config, Setting
 from dampen.studies.engines import Job, run_job
 from dampen.studies.errors import DiskFull
 from dampen.studies.report import make_report
+from dampen.studies.report.summary import SAME_TIME, _cost
 from dampen.studies.report.terminal import LiveView, published_text, results_table
 from dampen.studies.result import parse_event, parse_result
 from dampen.studies.run import Run
@@ -291,3 +294,34 @@ def test_escape_codes_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
     shown += "".join(capsys.readouterr())
     assert not set("\x1b\x07\u202e") & set(shown)
     assert "\\x1b" in shown
+
+
+@pytest.mark.parametrize(
+    ("ratios", "headline", "first"),
+    [
+        ((0.88, 0.95, 1.02), SAME_TIME, "a: 0.95x, 95 % interval 0.79x to 1.14x. "),
+        ((1.20, 1.30, 1.25), "1.25x the time of a step", "95 % interval 1.13x to 1.38x. "),
+        ((1.2, 1.3), "1.25x the time of a step", "Over 2 seeds, too few for an interval. "),
+    ],
+)
+def test_the_cost_answer_has_the_interval_of_the_table_and_claims_no_ratio_it_contradicts(
+    ratios, headline, first
+):
+    plan = plan_of(row("plain", {}, baseline=True), row("a", {}))
+    results = {f"plain0{i}": result(0.8, 0.5 + 0.1 * i) for i in range(len(ratios))}
+    results |= {
+        f"a0{i}": result(0.8, 0.6 + 0.101 * i, seconds=0.01 * ratio)
+        for i, ratio in enumerate(ratios)
+    }
+    table = table_of(plan, results)
+    pick = next(e for e in table.entries if e.name == "a")
+    answer = _cost(table, pick)
+    assert answer.headline == headline
+    assert answer.details[0].startswith(first)
+    logs = [math.log(ratio) for ratio in ratios]
+    if len(ratios) > 2:  # Student's t for 2 degrees of freedom
+        half = 4.3027 * statistics.stdev(logs) / math.sqrt(len(logs))
+        low, high = (math.exp(statistics.mean(logs) + side * half) for side in (-1, 1))
+        assert f"95 % interval {low:.2f}x to {high:.2f}x" in answer.details[0]
+    without = _cost(table, None).headline
+    assert without == (SAME_TIME if headline == SAME_TIME else "1.25x a step")

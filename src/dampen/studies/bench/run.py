@@ -17,8 +17,10 @@ from rich.text import Text
 from torch import Tensor
 
 from dampen.native.library import available as native_available
+from dampen.studies.bench.budget import LEAST, SHORT, Budget, is_short, short_rows
 from dampen.studies.bench.rows import PRESETS, Variant, find_variants, targets_of
 from dampen.studies.bench.subject import (
+    Formulation,
     Subject,
     attention_as,
     formulations,
@@ -33,6 +35,8 @@ from dampen.studies.report.packs import BENCH
 
 NOISY = 0.03
 """An interval wider than this, as a fraction of its median, cannot separate small costs."""
+NO_TIME = "the time was over"
+"""Why a row that could be built was not."""
 FUSED, UNFUSED = "plain, fused attention", "plain, unfused attention"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Step = Callable[[], None]
@@ -91,71 +95,70 @@ class Options:
         return shlex.join(parts)
 
 
-def bench(options: Options, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
+def bench(
+    options: Options,
+    progress: Progress = lambda what, done, total: None,
+    started: float | None = None,
+) -> dict[str, Any]:
     """Measure and return the record: plain data, all of it.
 
     Args:
         options: what to measure, and for how long.
         progress: called with what is done.
+        started: when the time began, by `time.perf_counter()`; now if omitted.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.size and PRESETS[options.size].lengths:
         return _long(options, progress)
-    start = time.perf_counter()
+    sized, short = bool(options.size), is_short(options.seconds)
+    every = 8 if short else 5 if sized else 3
+    budget = Budget(options.seconds, every, 0 if sized or short else 3, started=started)
     subject = make_subject(options.model, options.batch, options.dtype, options.device)
     variants = find_variants(options.methods)
-    if (
-        options.size
-    ):  # the usual form of each method and what has a target: long steps leave no time for more
-        variants = [
-            v
-            for v in variants
-            if v.name in (v.method, v.text) or v.name in PRESETS[options.size].targets
-        ]
+    if sized:
+        # the usual form of each method and what has a target: long steps leave no time for more
+        with_target = PRESETS[options.size].targets
+        variants = [v for v in variants if v.name in (v.method, v.text) or v.name in with_target]
+    if short:
+        variants = short_rows(variants)
     plain = {FUSED: plain_step(subject), UNFUSED: plain_step(subject, fused=False)}
+    for step in plain.values():
+        budget.reference(step)
     skipped: dict[str, str] = {}
     names = {v.name for v in variants}
-    published = {}
-    if not options.size:
+    published: dict[str, Formulation] = {}
+    instead: dict[str, Formulation] = {}
+    if not sized and not short:
         published = {n: f for n, f in formulations("papers").items() if f.ours in names}
     plainly = {
         v.method: v.name for v in reversed(variants) if v.name in (v.method, v.text)
     }  # each method's first row
-    asked = options.methods is None or bool(options.size)
-    instead = {}
-    if asked:
+    if not short and (options.methods is None or sized):
         instead = {n: f for n, f in formulations("alternatives").items() if f.ours in plainly}
-    ours = _built(
-        {v.name: partial(regularized_step, subject, v) for v in variants},
-        skipped,
-        "methods",
-        progress,
-    )
-    papers = _built(
-        {n: partial(f.build, subject) for n, f in published.items()}, skipped, "papers", progress
-    )
-    others = _built(
-        {n: partial(f.build, subject) for n, f in instead.items()},
-        skipped,
-        "alternatives",
-        progress,
+    groups = {
+        "methods": {v.name: partial(regularized_step, subject, v) for v in variants},
+        "papers": {n: partial(f.build, subject) for n, f in published.items()},
+        "alternatives": {n: partial(f.build, subject) for n, f in instead.items()},
+    }
+    ours, papers, others = (
+        _built(builders, skipped, what, progress, budget) for what, builders in groups.items()
     )
     steps = {**plain, **ours, **papers, **others}
-    for step in plain.values():
-        step()
+    memory_time = budget.extra * (budget.references + sum(budget.steps))
     timings = time_rounds(
         steps,
         (FUSED, UNFUSED),
         rounds=options.rounds,
-        seconds=options.seconds - (time.perf_counter() - start if options.size else 0),
-        every=5 if options.size else 3,
+        seconds=budget.left() - memory_time,
+        least=LEAST,
+        every=every,
         warm=False,  # each has run
         enough=NOISY,
         clock=CLOCKS[options.clock],
         progress=lambda done: progress("rounds", done, options.rounds),
     )
-    memory = {} if options.size else _memory(steps, options.device, progress)
+    memory = _memory(steps, options.device, progress) if budget.extra else {}
     record = _record(
         options,
         subject,
@@ -165,6 +168,7 @@ def bench(options: Options, progress: Progress = lambda what, done, total: None)
         {"ours": ours, "papers": papers, "others": others},
         {n: plainly[f.ours] for n, f in instead.items()},
     )
+    record["short"] = short
     record["skipped"] = skipped
     if options.long:
         from dampen.studies.bench.scaling import scale_attention, scale_batch
@@ -256,16 +260,18 @@ def _built(
     skipped: dict[str, str],
     what: str,
     progress: Progress,
+    budget: Budget,
 ) -> dict[str, Step]:
-    """The steps that can be built and run once; of the others, why not."""
+    """The steps that can be built and run once in the time; of the others, why not."""
     steps: dict[str, Step] = {}
     for i, (name, build) in enumerate(builders.items()):
         progress(f"warming up {what}", i, len(builders))
+        if not budget.has_room():
+            skipped[name] = NO_TIME
+            continue
         try:
-            steps[name] = build()
-            steps[name]()
+            steps[name] = budget.row(build)
         except (ValueError, TypeError, RuntimeError, ImportError) as error:
-            steps.pop(name, None)
             skipped[name] = (str(error).splitlines() or [type(error).__name__])[0]
     return steps
 
@@ -292,8 +298,8 @@ def _record(
         n for n in (FUSED, UNFUSED) if ratios[n].low == ratios[n].high == 1.0
     )  # the one all others are over
     designed = (
-        options.model == "vit" and options.dtype == "float32"
-    )  # the targets are for this model alone
+        options.model == "vit" and options.dtype == "float32" and options.batch == Options.batch
+    )  # the targets are for this model and batch alone
 
     def entry(name: str) -> dict[str, Any]:
         fastest = (
@@ -403,10 +409,16 @@ def remarks(record: Record) -> list[str]:
     machine = record["machine"]
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, {machine['clock']} time"
-    said = [
-        f"{where}. Memory: what a step allocates at its peak, without "
-        "weights; as a multiple of the baseline's."
-    ]
+    memory = (
+        " Memory: what a step allocates at its peak, without weights; as a multiple of the "
+        "baseline's."
+    )
+    said = [f"{where}.{memory if record['memory'] else ''}"]
+    if record.get("short"):
+        said.append(
+            "The time is short: one row per method, without the papers' formulations, alternatives "
+            f"and memory, which need at least --seconds {SHORT:.0f}."
+        )
     total = sum(len(record[group]) for group in ("ratios", "papers", "alternatives")) + 1
     if record["noisy"]:
         said.append(
@@ -414,7 +426,16 @@ def remarks(record: Record) -> list[str]:
             "Run on a quieter machine, with more --rounds and "
             "--seconds, or with --threads 1 --clock cpu."
         )
-    said += [f"Not benched: {name}: {reason}" for name, reason in record["skipped"].items()]
+    late = [name for name, reason in record["skipped"].items() if reason == NO_TIME]
+    if late:
+        said.append(
+            f"No time was left for {', '.join(late)}. Use more --seconds or name --methods."
+        )
+    said += [
+        f"Not benched: {name}: {reason}"
+        for name, reason in record["skipped"].items()
+        if name not in late
+    ]
     return said
 
 

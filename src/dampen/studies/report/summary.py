@@ -250,6 +250,8 @@ def _best_without_reference(table: ResultTable) -> Answer:
     )
 
 
+SAME_TIME = "No significant difference in the time of a step"
+"""The headline where the intervals of the ratios contain 1."""
 SMALL_STEP = 0.03
 """Seconds. Of a step this short a good part is Python's, and so is what a method adds to it."""
 
@@ -279,6 +281,8 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
         note or "Median ratio of step times over shared seeds; dampen bench measures it closer."
     )
     if pick is None or pick.cost.ratio is None:
+        if not any(e.cost.differs or math.isnan(e.cost.interval[0]) for e in known):
+            return Answer(SAME_TIME, [spread, measure])
         one = (
             f"{low.cost.ratio:.2f}x"
             if low is high
@@ -287,10 +291,15 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
         return Answer(f"{one} a step", [spread, measure])
     saved = pick.cost.ratio
     tone = "good" if saved <= 1.1 else "plain" if saved <= 1.5 else "caution"
-    range_ = (
-        f"Between seeds {pick.cost.low:.2f}x to {pick.cost.high:.2f}x. " if pick.cost.n > 1 else ""
-    )
-    return Answer(f"{saved:.2f}x the time of a step", [f"{range_}{spread}", measure], tone)
+    low_end, high_end = pick.cost.interval
+    if math.isnan(low_end):
+        told = f"Over {plural(pick.cost.n, 'seed')}, too few for an interval. "
+        return Answer(f"{saved:.2f}x the time of a step", [told + spread, measure], tone)
+    interval = f"95 % interval {low_end:.2f}x to {high_end:.2f}x"
+    if pick.cost.differs:
+        return Answer(f"{saved:.2f}x the time of a step", [f"{interval}. {spread}", measure], tone)
+    told = f"{pick.name}: {saved:.2f}x, {interval}. "
+    return Answer(SAME_TIME, [told + spread, measure], "good" if high_end <= 1.1 else "plain")
 
 
 def small_model_note(table: ResultTable) -> str:
