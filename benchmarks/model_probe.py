@@ -30,7 +30,7 @@ from benchmarks.model_facts import learn, residual_branches
 from benchmarks.operation_record import MOST_HEADS, Core, Linear, Trace, record
 from dampen.native import available as native_available
 
-VERSION = 10  # raise it where a judgement changes: the sweep then runs again
+VERSION = 11  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 WORST = 5.5  # standard errors
 CHECKS = ("depth", "masks")  # no methods: their refusals are those of the methods
@@ -408,10 +408,15 @@ class Probe:
         known = {w for w in ff if w in touched or plain[w][0] <= 0.9 * plain[w][1]}
         hit = {f"{modules[w]}#{w}": w in reached for w in (ff & reached) | known}
         found = self._coverage(name, "feed-forward", hit)
-        if other and found.outcome == "works":
-            found.why = f"also on {', '.join(other[:3])}" + (
-                f" ({len(other)})" if len(other) > 3 else ""
+        unnamed = [w for w in other if w.removesuffix(".weight") not in named(self.report)]
+        if unnamed:
+            return Finding(
+                "WRONG",
+                f"acts on {len(unnamed)} linear layers that the probe finds to be no feed-forward and that "
+                f"print(reg) does not name: {', '.join(unnamed)}",
             )
+        if other and found.outcome == "works":
+            found.why = "; ".join(t for t in (found.why, f"also on {', '.join(other)}, said") if t)
         return found
 
     def _drop_path(self, name: str) -> Finding:
