@@ -30,7 +30,7 @@ from benchmarks.model_facts import learn, residual_branches
 from benchmarks.operation_record import MOST_HEADS, Core, Linear, Trace, record
 from dampen.native import available as native_available
 
-VERSION = 10  # raise it where a judgement changes: the sweep then runs again
+VERSION = 11  # raise it where a judgement changes: the sweep then runs again
 RATE = 0.2  # of the penalties
 WORST = 5.5  # standard errors
 CHECKS = ("depth", "masks")  # no methods: their refusals are those of the methods
@@ -403,16 +403,36 @@ class Probe:
                 f"acts on projections of attention: {', '.join(wrong[:4])} ({len(wrong)} in all)",
             )
         self.reached_ff = reached
-        other = sorted(reached - ff)
+        pairs = self._pairs() & reached  # a feed-forward without a residual: Aria's projector
+        other = sorted(reached - ff - pairs)
         modules = {e.weights[0]: e.module for e in facts.trace.linears}
         known = {w for w in ff if w in touched or plain[w][0] <= 0.9 * plain[w][1]}
         hit = {f"{modules[w]}#{w}": w in reached for w in (ff & reached) | known}
         found = self._coverage(name, "feed-forward", hit)
-        if other and found.outcome == "works":
-            found.why = f"also on {', '.join(other[:3])}" + (
-                f" ({len(other)})" if len(other) > 3 else ""
+        unnamed = [w for w in other if w.removesuffix(".weight") not in named(self.report)]
+        if unnamed:
+            return Finding(
+                "WRONG",
+                f"acts on {len(unnamed)} linear layers that the probe finds to be no feed-forward and that "
+                f"print(reg) does not name: {', '.join(unnamed)}",
             )
+        if other and found.outcome == "works":
+            found.why = "; ".join(t for t in (found.why, f"also on {', '.join(other)}, said") if t)
         return found
+
+    def _pairs(self) -> set[str]:
+        """The weights of two linear layers side by side of which one reads the other alone."""
+        linears = [e for e in self.facts.trace.linears if e.kind == "linear" and e.weights]
+        return {
+            weight
+            for a in linears
+            for b in linears
+            if b.sources == {a.index}
+            and a.outs == b.ins
+            and a.module != b.module
+            and a.module.rpartition(".")[0] == b.module.rpartition(".")[0] != ""
+            for weight in (a.weights[0], b.weights[0])
+        } - self.facts.attention
 
     def _drop_path(self, name: str) -> Finding:
         facts = self.facts
@@ -470,15 +490,16 @@ class Probe:
         report = self.report
         missed, off = [], []
         for site in layers:
-            mine = {
-                m: v for m, v in want.items() if m == site or m.startswith(site + ".") or site == ""
-            }
+            inner = [s for s in layers if s.startswith(f"{site}.") or (s and not site)]
+            mine = {m: v for m, v in want.items() if holds(site, m)}
+            mine = {m: v for m, v in mine.items() if not any(holds(s, m) for s in inner)}
             try:
                 with self._regularized(name, target_modules=site or "*") as reg:
                     torch.manual_seed(1)
                     self.model.train()(**self.inputs)
                     here = float(reg.penalty().detach())
             except Refused:
+                self._clean()
                 here = 0.0
             if mine and here == 0.0:
                 missed += list(mine)
@@ -494,7 +515,7 @@ class Probe:
                     )
             else:
                 continue
-        covered = {m for m in want for s in layers if m == s or m.startswith(s + ".") or s == ""}
+        covered = {m for m in want if any(holds(s, m) for s in layers)}
         missed += [m for m in want if m not in covered]
         self.report = report
         if off:
@@ -790,6 +811,11 @@ def _root(site: str) -> str:
     return re.split(r"\.?\d", site, maxsplit=1)[0]
 
 
+def holds(site: str, module: str) -> bool:
+    """Whether a layer is a module or holds it; "" is the whole model."""
+    return not site or module == site or module.startswith(f"{site}.")
+
+
 def layers_of(report: str) -> dict[str, str]:
     """The layers that a printed report lists, with what it says of each."""
     lines = re.findall(r"^  (?!\()(\S+) +(.+)$", report, re.MULTILINE)
@@ -821,12 +847,12 @@ def said(report: str, module: str, method: str, part: str, reached: set[str]) ->
         reached: the modules that the method reached.
     """
 
-    def holds(names: set[str], name: str) -> bool:
-        return any(name == n or name.startswith(n + ".") for n in names if n)
+    def any_holds(names: set[str], name: str) -> bool:
+        return any(holds(n, name) for n in names if n)
 
     layers = layers_of(report)
-    here = max((n for n in layers if holds({n}, module)), key=len, default=None)
-    acting = {n for n in layers if any(holds({n}, m) for m in reached)}
+    here = max((n for n in layers if any_holds({n}, module)), key=len, default=None)
+    acting = {n for n in layers if any(any_holds({n}, m) for m in reached)}
     if here is not None and re.match(
         r"-  |.*(nothing to drop|nothing runs|left out)", layers[here]
     ):
@@ -836,11 +862,11 @@ def said(report: str, module: str, method: str, part: str, reached: set[str]) ->
         if kind is None:
             continue
         what, text = kind.groups()
-        if what in ("left out", "skipped") and holds(named(text), module):
+        if what in ("left out", "skipped") and any_holds(named(text), module):
             return True
         if not text.startswith(f"{method}: {part} in "):
             continue
-        if what == "outside" and holds(named(text.partition("not in ")[2]), module):
+        if what == "outside" and any_holds(named(text.partition("not in ")[2]), module):
             return True
         counted = re.search(r" in (\d+) of (\d+) layers", text)
         apart = here is not None and here not in acting

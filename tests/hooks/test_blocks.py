@@ -317,7 +317,8 @@ def test_encoder_and_decoder_each_have_their_own_depth():
 
 
 class Projected(nn.Module):
-    """Blocks that change the size of the stream: a projected shortcut (Hiera), a remade stream (TinyViT, LeViT)."""
+    """Blocks that change the size of the stream: a projected shortcut (Hiera), a remade stream (TinyViT, LeViT;
+    EdgeNeXt by groups of its channels, inside of a branch)."""
 
     def __init__(self, kind):
         super().__init__()
@@ -332,6 +333,7 @@ class Projected(nn.Module):
             nn.Linear(C, 2 * C),
             nn.Linear(C, C),
         )
+        self.group = nn.Linear(C // 2, C // 2)
 
     def forward(self, x, a=1.0, f=1.0):
         if self.kind == "shortcut":
@@ -339,12 +341,18 @@ class Projected(nn.Module):
             x = self.shortcut(h)[:, ::3] + self.widen(self.attn(h))[:, ::3] * a
         elif self.kind == "remade":
             x = self.remake(x + self.attn(self.norm1(x)) * a)
+        elif self.kind == "groups":
+            first, second = x.chunk(2, -1)
+            first = self.group(first)
+            y = torch.cat((first, self.group(second)), -1) + torch.arange(6).view(1, 6, 1)
+            y = y + self.attn(self.norm1(y)) * a
+            return x + self.mlp(self.norm2(y)) * f
         else:  # downsampled: no residual goes around the attention
             x = self.attn(x)[:, ::2]
         return x + self.mlp(self.norm2(x)) * f
 
 
-@pytest.mark.parametrize("kind", ["shortcut", "remade", "downsampled"])
+@pytest.mark.parametrize("kind", ["shortcut", "remade", "groups", "downsampled"])
 def test_streams_that_change_their_size(kind):
     torch.manual_seed(0)
     model = nn.Sequential(Projected(kind)).double().train()
@@ -379,6 +387,25 @@ def test_streams_that_change_their_size_now_this_way_now_that():
             model[0].kind = plain.kind = kind
             torch.testing.assert_close(model(x), plain(x, 0.5, 3.0))
     reg.remove()
+
+
+class Inner(Projected):
+    """A feed-forward with a residual of its own, around its middle."""
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        y = self.remake(self.norm2(x)).relu()
+        return x + self.remake(y + self.remake(y))
+
+
+@pytest.mark.parametrize("kind", ["remade", "inner"])
+def test_a_residual_inside_a_branch_is_said(kind):
+    model = nn.Sequential(Inner("remade") if kind == "inner" else Projected(kind)).train()
+    reg = dampen.regularize(model, DropPath(0.5))
+    for _ in range(3):
+        model(torch.randn(3, 6, C))
+    line = "(inner)  DropPath: branches as a whole, and no residual inside a branch of 0"
+    assert (line in str(reg)) == (kind == "inner")
 
 
 class TwoBranches(Projected):

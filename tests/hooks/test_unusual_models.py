@@ -323,3 +323,13 @@ def test_what_joins_two_streams_is_no_part_of_the_feed_forward_after_it(hidden):
     """U-ViT's layers read a skip through a map of twice the width. The two maps after it changed their roles."""
     maps = {"0": nn.Linear(32, 16), "2.1": nn.Linear(16, hidden), "2.3": nn.Linear(hidden, 16)}
     assert feed_forward_roles(maps) == {"0": "other", "2.1": "ffn_in", "2.3": "ffn_out"}
+
+
+def test_a_bottleneck_around_a_layer_is_no_feed_forward():
+    """MobileBERT widens what its feed-forward gives by a map inside "output"."""
+    maps = {
+        "intermediate.dense": nn.Linear(4, 8),
+        "output.dense": nn.Linear(8, 4),
+        "output.bottleneck.dense": nn.Linear(4, 6),
+    }
+    assert list(feed_forward_roles(maps).values()) == ["ffn_in", "ffn_out", "other"]

@@ -184,6 +184,32 @@ def test_a_feed_forward_method_on_a_projection_of_attention_is_wrong() -> None:
     assert "blocks.0.attn.qkv.weight" in found.why
 
 
+class WithHead(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(super().forward(input_ids))
+
+
+def test_a_feed_forward_method_on_a_layer_that_nobody_names_is_wrong() -> None:
+    torch.manual_seed(0)
+    model = WithHead()
+    ids = {"input_ids": torch.randint(0, 20, (4, 9))}
+    assert Probe(model, ids).run(("FeedForwardDropout",))["FeedForwardDropout"].outcome == "works"
+
+    def make() -> dampen.FeedForwardDropout:
+        model.head.register_forward_pre_hook(
+            lambda module, given: F.dropout(given[0], 0.5, module.training)
+        )
+        return dampen.FeedForwardDropout(0.5)
+
+    found = Probe(model, ids, {"FeedForwardDropout": make}).run(("FeedForwardDropout",))
+    assert found["FeedForwardDropout"].outcome == "WRONG"
+    assert found["FeedForwardDropout"].why.endswith("print(reg) does not name: head.weight")
+
+
 def test_a_branch_that_is_never_dropped_is_silent() -> None:
     found = finding("DropPath", DropsNoSecondBranch, 0.9)
     assert (found.outcome, found.reached, found.total) == ("SILENT", 4, 6)

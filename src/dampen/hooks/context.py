@@ -214,6 +214,7 @@ class Layer:
         None  # what the last forward of the block did; see `residual.py`
     )
     residual_same = 0  # forwards that were compared with it and were like it
+    inner_sums = 0  # residuals inside a branch that the last followed forward left as they are
     order: Order | None = None  # who wants to know when the layer starts
     passed_by = False  # whether its attention turned out to be over channels
     residual_departures = 0  # forwards that departed from it

@@ -43,6 +43,7 @@ def describe(reg: Handle) -> str:
     parts = [
         *_coverage(reg),
         *_outside(reg),
+        *_inner(reg),
         *_library(reg),
         *_unreached(reg),
         *_zeros(reg),
@@ -138,6 +139,18 @@ def _outside(reg: Handle) -> list[str]:
                     f"{', '.join(spans(left))}, which no layer holds"
                 )
     return lines
+
+
+def _inner(reg: Handle) -> list[str]:
+    """The methods of residual branches, and the layers where a branch holds residuals of its own
+    that were seen and left as they are."""
+    left = [layer.site.name for layer in reg.layers if layer.inner_sums]
+    acting = {type(m).__name__: m for m in reg.methods if "branch" in m.stages}
+    return [
+        f"  (inner)  {name}: branches as a whole, and no residual inside a branch of {_names(left)}"
+        for name in acting
+        if left
+    ]
 
 
 def _library(reg: Handle) -> list[str]:

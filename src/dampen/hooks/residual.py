@@ -11,9 +11,9 @@ Where both operands came through a map, two forms are read as well. *A projected
 operand is the stream after a single map and nothing else but norms and pooling, and it is not as
 large as the stream was, so that the stream itself could not have been added (MViT, Hiera,
 ResNet-like blocks). *A stream that was remade*: the other operand was computed from this one, x +
-f(x), where x is the stream after a single map (TinyViT's convolution, NextViT) or after an
-attention that changed its size (LeViT's downsampling); there is no residual around that map, so
-nothing to drop.
+f(x), where x is the stream after a single map (TinyViT's convolution, NextViT), after maps of its
+groups of channels (EdgeNeXt) or after an attention that changed its size (LeViT's downsampling);
+there is no residual around these maps, so nothing to drop.
 
 In the end every sublayer that ran must have been added and the block's output must be clean; a
 block that adds in some other way raises.
@@ -62,6 +62,8 @@ _AFFINE = MAPS | set(
     "squeeze unsqueeze __getitem__ pad to float half bfloat16 mul "
     "__mul__ interpolate boolean_dispatch leave".split()
 )
+# what a stream may go through beside that while maps remake it: groups of channels, positions
+_REMAKING = _AFFINE | set("cat concat chunk split unbind shift".split())
 CLEAN: frozenset[str] = frozenset()
 
 
@@ -117,6 +119,11 @@ class Origins:
         """Whether a tensor is the stream after one linear map, and norms,
         pooling and reshaping alone."""
         return self._count_maps(place, _AFFINE) == 1
+
+    def is_remade(self, place: int) -> bool:
+        """Whether a tensor is the stream after linear maps, of groups of its channels too, and
+        nothing else but norms, pooling, reshaping and positions (EdgeNeXt's convolutions)."""
+        return self._count_maps(place, _REMAKING) is not None
 
     def map_behind(self, place: int) -> int:
         """What the last linear map before a tensor gave, or the tensor
@@ -420,6 +427,7 @@ class ResidualSocket(TorchFunctionMode):
         self.last: Tensor | None = None  # the last sum
         self.read = False  # whether anything was computed from it
         self.resized: int | None = None  # elements of the last sum with a projected shortcut
+        self.inner = 0  # residuals inside a branch, which are not dropped by themselves
 
     def __torch_function__(
         self,
@@ -512,8 +520,18 @@ class ResidualSocket(TorchFunctionMode):
         if bool(left) != bool(right):
             return Found(left or right, bool(left), self.read)
         if left and right and not self.frame.inside:
-            return self._remade(args[0], args[1], False) or self._remade(args[1], args[0], True)
+            found = self._remade(args[0], args[1], False) or self._remade(args[1], args[0], True)
+            self.inner += found is None and self._is_around_a_map(args)
+            return found
         return None
+
+    def _is_around_a_map(self, args: tuple[Any, ...]) -> bool:
+        """Whether a sum inside a branch is y + f(y) with a map in f, a residual that is not dropped
+        by itself."""
+        one, other = (self.origins.place(value) for value in args)
+        if one is None or other is None:
+            return False
+        return self.origins.comes_from(other, one) or self.origins.comes_from(one, other)
 
     def _remade(self, residual: Tensor, branch: Tensor, branch_first: bool) -> Found | None:
         """The addition, where `residual` is a projected shortcut or the stream
@@ -527,7 +545,9 @@ class ResidualSocket(TorchFunctionMode):
             known.is_single_map(made),
             any(x.startswith("attention") for x in known.labels[made]),
         )
-        if known.comes_from(other, made) and (single or (attended and resized)):
+        same_size = residual.shape[0] == len(self.root) and residual.numel() == self.root.numel()
+        remade = single or (same_size and not attended and known.is_remade(made))
+        if known.comes_from(other, made) and (remade or (attended and resized)):
             labels = (known.labels[other] - known.labels[made]) or frozenset(
                 [f"ffn {len(self.found)}"]
             )
@@ -561,6 +581,8 @@ class ResidualSocket(TorchFunctionMode):
                 self.read = self.read or value is self.last
         if read:
             whole = attends(func)
+            if name in ADDITIONS and len(read) == 1:  # something that does not come from the block
+                name = "shift"
             if whole:
                 self._see_batch(args)
             if whole or (name in MAPS and not labels):
@@ -762,6 +784,7 @@ class ResidualSocket(TorchFunctionMode):
     def _remember(self, out: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
+        self.layer.inner_sums = self.inner
         stateless = all(
             version_of(b) == version for b, version in self.buffers
         )  # a stream may have to run again

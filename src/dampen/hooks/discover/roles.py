@@ -172,7 +172,10 @@ def adapter_side(name: str) -> str:
 
 def _feed_forward_role(parts: Sequence[str]) -> str:
     """What the last meaningful part of a name says: "ffn.lin2" is the second map. A part "ffn"
-    counts only at the end (ALBERT), because elsewhere it holds both maps."""
+    counts only at the end (ALBERT), because elsewhere it holds both maps. A bottleneck around the
+    layer is none of its maps (MobileBERT's "output.bottleneck.dense")."""
+    if "bottleneck" in parts:
+        return ""
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] == "ffn" and i < len(parts) - 1:
             continue
