@@ -293,13 +293,13 @@ def _cost(table: ResultTable, pick: Entry | None) -> Answer:
     tone = "good" if saved <= 1.1 else "plain" if saved <= 1.5 else "caution"
     low_end, high_end = pick.cost.interval
     if math.isnan(low_end):
-        told = f"Over {plural(pick.cost.n, 'seed')}, too few for an interval. "
-        return Answer(f"{saved:.2f}x the time of a step", [told + spread, measure], tone)
+        range_ = f"Over {plural(pick.cost.n, 'seed')}, too few for an interval. "
+        return Answer(f"{saved:.2f}x the time of a step", [range_ + spread, measure], tone)
     interval = f"95 % interval {low_end:.2f}x to {high_end:.2f}x"
     if pick.cost.differs:
         return Answer(f"{saved:.2f}x the time of a step", [f"{interval}. {spread}", measure], tone)
-    told = f"{pick.name}: {saved:.2f}x, {interval}. "
-    return Answer(SAME_TIME, [told + spread, measure], "good" if high_end <= 1.1 else "plain")
+    range_ = f"{pick.name}: {saved:.2f}x, {interval}. "
+    return Answer(SAME_TIME, [range_ + spread, measure], "good" if high_end <= 1.1 else "plain")
 
 
 def small_model_note(table: ResultTable) -> str:
