@@ -427,7 +427,7 @@ class ResidualSocket(TorchFunctionMode):
         self.last: Tensor | None = None  # the last sum
         self.read = False  # whether anything was computed from it
         self.resized: int | None = None  # elements of the last sum with a projected shortcut
-        self.inner = 0  # residuals inside a branch, which are not dropped by themselves
+        self.left_inside = 0  # residuals inside a branch, which are not dropped by themselves
 
     def __torch_function__(
         self,
@@ -521,7 +521,7 @@ class ResidualSocket(TorchFunctionMode):
             return Found(left or right, bool(left), self.read)
         if left and right and not self.frame.inside:
             found = self._remade(args[0], args[1], False) or self._remade(args[1], args[0], True)
-            self.inner += found is None and self._is_around_a_map(args)
+            self.left_inside += found is None and self._is_around_a_map(args)
             return found
         return None
 
@@ -784,7 +784,7 @@ class ResidualSocket(TorchFunctionMode):
     def _remember(self, out: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        self.layer.inner_sums = self.inner
+        self.layer.inner_sums = self.left_inside
         stateless = all(
             version_of(b) == version for b, version in self.buffers
         )  # a stream may have to run again
