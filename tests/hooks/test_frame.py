@@ -84,7 +84,7 @@ def loss_of(model, reg, inputs):
 def state_of(layer):
     """What a forward may not leave behind; which kernels ran, which methods were at work, how a block added and what
     ran first stays known."""
-    known = ("clones", "ordered", "kernels", "work", "residual_memory", "residual_same", "order")
+    known = "clones ordered kernels work residual_memory residual_same inner_sums order".split()
     return {key: value for key, value in vars(layer).items() if key not in known}
 
 

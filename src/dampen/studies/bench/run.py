@@ -383,7 +383,7 @@ def results_table(record: Record) -> Table:
                 "95 % interval": f"{entry['low']:.3f} to {entry['high']:.3f}",
                 "target": Text(target, style="red" if goal and not goal["met"] else ""),
                 "memory": f"{record['memory'][name]['ratio']:.2f}x"
-                if name in record["memory"]
+                if name in record.get("memory", {})
                 else "",
                 "as published": f"{published['median']:.2f}x" if published else "",
                 "ours / it": f"{over['median']:.2f}" if over else "",
@@ -413,7 +413,7 @@ def remarks(record: Record) -> list[str]:
         " Memory: what a step allocates at its peak, without weights; as a multiple of the "
         "baseline's."
     )
-    said = [f"{where}.{memory if record['memory'] else ''}"]
+    said = [f"{where}.{memory if record.get('memory') else ''}"]
     if record.get("short"):
         said.append(
             "The time is short: one row per method, without the papers' formulations, alternatives "
