@@ -59,6 +59,7 @@ def audit(
         ignore: kinds of findings to leave out, see `dampen.auditing.KINDS`.
         seconds: how long the dropouts may take. Beyond it those of one family are tested together.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
     >>> print(audit(model, torch.randn(2, 4)))
     Sequential: 1 of 1 dropouts act in training; no problems

@@ -158,7 +158,8 @@ def plain_form(method: Regularizer) -> dict[str, Any] | None:
     """The plain data that builds an equal regularizer, or None where there is no such.
 
     >>> from dampen import DropKey, linear
-    >>> plain_form(DropKey(linear(0.3, 0.0), unit="column"))
+    >>> method = DropKey(linear(0.3, 0.0), unit="column")
+    >>> plain_form(method)  # doctest: +NORMALIZE_WHITESPACE
     {'name': 'drop_key', 'rate': {'linear': {'start': 0.3, 'end': 0.0, 'along':
     'depth'}}, 'unit': 'column'}
     """

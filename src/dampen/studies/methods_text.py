@@ -62,7 +62,8 @@ def check_fields(
     ... class Options:
     ...     lr: float = 0.1
     ...     epochs: int = 1
-    >>> check_fields(Options, {"lr": 1, "epoch": 3, "epochs": "x"}, "train.")
+    >>> given = {"lr": 1, "epoch": 3, "epochs": "x"}
+    >>> check_fields(Options, given, "train.")  # doctest: +NORMALIZE_WHITESPACE
     ({'lr': 1.0}, ["train.epoch: unknown key; did you mean 'epochs'?", "train.epochs:
     expected int, got 'x'"])
     """

@@ -646,7 +646,8 @@ def builtin_dropout(folder: str | None, model: Mapping[str, Any]) -> dict[str, f
 def builtin_dropout_warning(rates: Mapping[str, float], name: str) -> str:
     """In a sentence, with what to write instead; empty where nothing is dropped.
 
-    >>> print(builtin_dropout_warning({"hidden_dropout_prob": 0.1}, "hf/bert"))
+    >>> options = {"hidden_dropout_prob": 0.1}
+    >>> print(builtin_dropout_warning(options, "hf/bert"))  # doctest: +NORMALIZE_WHITESPACE
     hf/bert drops by itself (hidden_dropout_prob=0.1), in every row, plain too; to compare with a
     model that does not, \
 write --set model.hidden_dropout_prob=0.0

@@ -68,7 +68,7 @@ STRENGTHS = (
 def axis_of(key: str, values: Sequence[Any]) -> Axis:
     """The range that a grid's values span; what are no numbers, or all the same, stays a list.
 
-    >>> axis_of("train.lr", [0.001, 0.0001, 0.005])
+    >>> axis_of("train.lr", [0.001, 0.0001, 0.005])  # doctest: +NORMALIZE_WHITESPACE
     Axis(key='train.lr', low=0.0001, high=0.005, log=True, choices=(),
     least=None, most=None, first=None)
     >>> axis_of("unit", ["element", "column"]).choices
