@@ -4,6 +4,7 @@ import json
 import re
 import struct
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,10 @@ def test_weights_and_biases_offline(tmp_path, small, quick, monkeypatch):
     assert result["status"] == "finished"
     (file,) = (tmp_path / "t").rglob("*.wandb")
     told = _scalars(file)
+    until = time.monotonic() + 20
+    while "valid/accuracy" not in told and time.monotonic() < until:  # wandb's service still writes
+        time.sleep(0.2)
+        told = _scalars(file)
     lines = RunStore(tmp_path / "t").lines()
     for group, name in (
         ("valid", "accuracy"),

@@ -67,10 +67,10 @@ def audit(
       1      dropout  0.1   acts         off
     eval repeatable             yes
     two calls draw differently  yes
-    ranks draw differently      only if seeded differently
-    samples independent         yes
     parameters with gradient    4 of 4
     fully hidden queries        0
+    ranks draw differently      only if seeded differently
+    samples independent         yes
     layers with attention       0
     """
     if not isinstance(model, nn.Module):
